@@ -1,0 +1,1 @@
+"""Decode engines behind one protocol."""

@@ -1,0 +1,90 @@
+"""The NPU device protocol: allocation over DRAM channels, access, and HAWK's five calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+class OutOfDeviceMemory(MemoryError):
+    """No bank range of the asked-for size is free in the banks that need it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Device memory as the allocator gives it: `num_pages` pages dealt round-robin over the banks.
+
+    `address` is the same in every bank; `bank` is set for a buffer that lies whole in one bank.
+    """
+
+    id: int
+    address: int
+    num_pages: int
+    page_bytes: int
+    bank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DmaMapping:
+    """What the NIC (or a same-host writer) needs to reach one bank of a mapped buffer.
+
+    `fd` is a dma-buf or memfd (owned by the mapping), `offset` the byte in it where the bank's share starts.
+    """
+
+    bank: int
+    fd: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class BankUsage:
+    """Bytes of one DRAM bank."""
+
+    total: int
+    used: int
+    largest_free: int
+
+
+class NpuDevice(Protocol):
+    """One NPU. Raises OutOfDeviceMemory where memory does not suffice, ValueError on a bad argument."""
+
+    name: str
+
+    # ---- HAWK's five calls
+    def map_buffer_dma(self, buffer: Buffer) -> list[DmaMapping]:
+        """Make the buffer reachable for one-sided writes, one mapping per bank it occupies."""
+
+    def unmap_buffer_dma(self, buffer: Buffer) -> None: ...
+
+    def get_device_num_bank(self) -> int: ...
+
+    def get_buffer_address_bank(self, buffer: Buffer, bank: int) -> int: ...
+
+    def get_buffer_size_bank(self, buffer: Buffer, bank: int) -> int: ...
+
+    # ---- memory
+    def allocate(self, num_pages: int, page_bytes: int) -> Buffer:
+        """Interleaved over all banks, in lockstep."""
+
+    def allocate_contiguous(self, num_bytes: int) -> Buffer:
+        """Whole in one bank: the contiguous receive buffer of the ablation."""
+
+    def free(self, buffer: Buffer) -> None: ...
+
+    def read(self, bank: int, address: int, length: int) -> np.ndarray:
+        """uint8 copy of `length` bytes."""
+
+    def write(self, bank: int, address: int, data: np.ndarray) -> None: ...
+
+    def barrier(self) -> None:
+        """After it, bytes that the NIC has completed are visible to the device's cores."""
+
+    def memory_view(self) -> list[BankUsage]: ...
+
+    def host_channels(self) -> list[np.ndarray] | None:
+        """uint8 mappings of every whole bank where the host can address them, else None."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""The `hawk` command, the local launcher, model preparation, doctor and benchmarks."""

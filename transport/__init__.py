@@ -1,0 +1,1 @@
+"""The contract between the roles: messages, KV geometry, transfer plan, data-plane backends, sessions."""

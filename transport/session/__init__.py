@@ -1,0 +1,1 @@
+"""Sessions: one authenticated WebSocket per (router, worker), msgpack frames, heartbeats, reconnect."""
