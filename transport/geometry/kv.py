@@ -28,7 +28,8 @@ class KVGeometry:
     (block, head) page row-major [block_size, head_dim] in one contiguous region (one channel), for the
     GPU → GPU baselines.
 
-    Raises ValueError where a size is not positive or not a multiple of the tile.
+    Raises ValueError where a size is not positive or not a multiple of the tile, or where layout "gpu" has
+    several channels or a block float.
     """
 
     num_layers: int
@@ -48,6 +49,8 @@ class KVGeometry:
         for name in ("head_dim", "block_size"):
             if getattr(self, name) % TILE:
                 raise ValueError(f"{name} must be a multiple of {TILE}, got {getattr(self, name)}")
+        if self.layout == "gpu" and (self.num_channels != 1 or self.dtype not in ("float32", "bfloat16")):
+            raise ValueError(f"layout gpu has one channel and plain floats, got {self.num_channels}, {self.dtype}")
 
     @property
     def page_bytes(self) -> int:

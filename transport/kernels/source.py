@@ -1,0 +1,64 @@
+"""What the kernels read: vLLM's KV pages of every layer, and the checks that keep them inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from transport.geometry.floats import ITEM_BYTES, SourceDtype, storage_dtype
+from transport.geometry.kv import TILE, KVGeometry
+from transport.geometry.pages import PageLayout
+from transport.geometry.units import check_range
+
+
+@dataclass(frozen=True)
+class Source:
+    """`layers[l]`: layer l's pages, C-contiguous, physical order, B first, in storage dtype of `layout`."""
+
+    layers: Sequence[npt.NDArray[np.generic]]
+    layout: PageLayout
+
+    def __post_init__(self) -> None:
+        for index, pages in enumerate(self.layers):
+            if pages.dtype != storage_dtype(self.layout.dtype) or not pages.flags.c_contiguous:
+                raise ValueError(f"layer {index}: {pages.dtype} pages, expected C-contiguous {self.layout.dtype}")
+            if pages.size % self.layout.block_elements:
+                raise ValueError(f"layer {index}: {pages.shape} is no whole number of blocks")
+
+    def table(self, geometry: KVGeometry, src_blocks: Sequence[int], start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The block table as int64 [n], once it is known to cover [start, stop) with blocks that exist.
+
+        Raises ValueError where it does not, or where heads, head dim or layers differ from the pool's.
+        """
+        ours = (len(self.layers), self.layout.num_kv_heads, self.layout.head_dim)
+        theirs = (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim)
+        if ours != theirs:
+            raise ValueError(f"source has (layers, KV heads, head dim) {ours}, the pool {theirs}")
+        size = self.layout.block_size
+        check_range(start, stop, len(src_blocks) * size)
+        used = np.asarray(src_blocks, np.int64)[start // size : -(-stop // size)]
+        blocks = min(pages.size for pages in self.layers) // self.layout.block_elements
+        if used.min() < 0 or used.max() >= blocks:
+            raise ValueError(f"source block ids {used.min()}…{used.max()} are outside the {blocks} blocks there are")
+        return np.asarray(src_blocks, np.int64)
+
+
+def linear_source(
+    geometry: KVGeometry, linear: npt.NDArray[np.uint8], dtype: SourceDtype, prompt_tokens: int
+) -> Source:
+    """Linear staging `[2L, T32, H, D]` (uint8, at least its bytes) as a source of one block, block table [0].
+
+    Raises ValueError where the buffer is too short for the prompt.
+    """
+    padded = -(-prompt_tokens // TILE) * TILE
+    elements = padded * geometry.num_kv_heads * geometry.head_dim
+    length = geometry.num_tensors * elements * ITEM_BYTES[dtype]
+    if linear.size < length:
+        raise ValueError(f"linear staging has {linear.size} bytes, {prompt_tokens} tokens need {length}")
+    layers = linear[:length].view(storage_dtype(dtype)).reshape(geometry.num_layers, 2 * elements)
+    return Source(
+        list(layers), PageLayout(geometry.num_kv_heads, geometry.head_dim, padded, packing="linear", dtype=dtype)
+    )
