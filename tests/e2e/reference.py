@@ -17,7 +17,7 @@ from pathlib import Path
 from .prompts import Prompt, PromptBook
 
 MAX_TOKENS = 16
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,12 @@ class Answer:
     token_ids: list[int]
     text: str
     finish_reason: str
-    prompt_tokens: int
+    prompt_ids: list[int]
     gap: float
+
+    def text_of(self, book: PromptBook, tokens: int) -> str:
+        """The text of the first `tokens` tokens: what a smaller max_tokens must give."""
+        return book.decode(self.token_ids[:tokens])
 
 
 class Reference:
@@ -106,7 +110,7 @@ def compute(model: Path) -> list[dict[str, object]]:
                 "token_ids": list(done.token_ids),
                 "text": done.text,
                 "finish_reason": done.finish_reason,
-                "prompt_tokens": len(output.prompt_token_ids),
+                "prompt_ids": list(output.prompt_token_ids),
                 "gap": min(lead[0] - lead[1] for lead in leads),
             }
         )
