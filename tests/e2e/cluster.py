@@ -128,10 +128,10 @@ class Cluster:
     # ---- start and stop
 
     def add(self, name: str, role: str, **settings: object) -> RoleProcess:
-        """Describe a role process; `settings` are its HAWK_ variables without the prefix."""
+        """Describe a role process; `settings` are its settings by name."""
         port = free_port()
-        values = {"host": "127.0.0.1", "port": port, "name": name, "token": TOKEN, **settings}
-        env = {f"HAWK_{key.upper()}": str(value) for key, value in values.items()}
+        values = {"host": "127.0.0.1", "port": port, "name": name, **settings}
+        env = {f"HAWK_{role}_{key}".upper(): str(value) for key, value in values.items()} | {"HAWK_TOKEN": TOKEN}
         self.roles[name] = RoleProcess(name, role, port, env, self.directory / f"{name}.log")
         return self.roles[name]
 

@@ -23,10 +23,31 @@ CHATS = (
     "How many legs does a spider have? Answer with a number and explain in one sentence.",
 )
 
-SUBJECTS = ("The old captain", "A young painter", "Our neighbour", "The village doctor", "My grandmother", "The teacher")
+SUBJECTS = (
+    "The old captain",
+    "A young painter",
+    "Our neighbour",
+    "The village doctor",
+    "My grandmother",
+    "The teacher",
+)
 VERBS = ("carried", "found", "repaired", "described", "borrowed", "painted", "lost", "remembered")
-OBJECTS = ("a wooden boat", "the broken clock", "an ancient map", "two silver coins", "the garden gate", "a red lantern")
-PLACES = ("near the harbour", "behind the church", "in the valley", "on the northern road", "at the market", "by the river")
+OBJECTS = (
+    "a wooden boat",
+    "the broken clock",
+    "an ancient map",
+    "two silver coins",
+    "the garden gate",
+    "a red lantern",
+)
+PLACES = (
+    "near the harbour",
+    "behind the church",
+    "in the valley",
+    "on the northern road",
+    "at the market",
+    "by the river",
+)
 TIMES = ("in early spring", "before the storm", "after the long winter", "one quiet morning", "late that evening")
 
 

@@ -12,6 +12,10 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from transport.messages import PROTOCOL_VERSION, Attach
+from transport.session.frames import encode
+from transport.session.server import CLOSE_PROTOCOL
+
 from .cluster import AUTH
 from .topology import Deployment
 
@@ -180,7 +184,14 @@ async def test_bad_workers(deployment: Deployment, http: httpx.AsyncClient) -> N
     """The admin endpoint refuses what cannot be a worker, and the fleet stays as it was."""
     url = deployment.url("r0") + "/workers"
     before = (await http.get(url, headers=AUTH)).json()
-    bad: list[Any] = [{}, {"url": 5}, {"url": ""}, {"url": "not a url"}, {"url": "ftp://127.0.0.1/"}, {"url": "file:///etc"}]
+    bad: list[Any] = [
+        {},
+        {"url": 5},
+        {"url": ""},
+        {"url": "not a url"},
+        {"url": "ftp://127.0.0.1/"},
+        {"url": "file:///etc"},
+    ]
     bad += [[], None, {"url": "http://127.0.0.1:99999"}, {"url": deployment.url("d0"), "no_such_field": 1}]
     for body in bad:
         assert_client_error(await http.post(url, json=body, headers=AUTH), body, 400, 422)
@@ -211,13 +222,13 @@ async def test_garbage_frames_end_the_session_and_nothing_else(
     for what, frame in FRAMES.items():
         async with connect(deployment.session_url(name), additional_headers=AUTH, proxy=None, max_size=None) as ws:
             if attached:
-                await ws.send(deployment.attach_frame())
+                await ws.send(encode(Attach(protocol=PROTOCOL_VERSION, router="garbage", generation="0")))
                 await ws.recv()
             with pytest.raises(ConnectionClosed):
                 await ws.send(frame)
                 for _ in range(100):
                     await ws.recv()
-        assert ws.close_code not in (None, 1000, 1011), f"{what}: closed with {ws.close_code}, not a protocol error"
+        assert ws.close_code in (CLOSE_PROTOCOL, 1009), f"{what}: closed with {ws.close_code}, {ws.close_reason}"
     info = await http.get(deployment.url(name) + "/v1/info", headers=AUTH)
     assert info.status_code == 200
     json.loads(info.text)

@@ -40,9 +40,7 @@ def assert_equal(outcomes: Sequence[Outcome], answers: Sequence[Answer]) -> None
 
 
 @pytest.mark.timeout(420)
-async def test_all_lengths_eight_at_once_block_32_channels_8(
-    deployment: Deployment, answers: list[Answer]
-) -> None:
+async def test_all_lengths_eight_at_once_block_32_channels_8(deployment: Deployment, answers: list[Answer]) -> None:
     """Every prompt for the first time: chunked prefill (budget 128), eight concurrent, streamed."""
     async with deployment.client("r0") as client:
         assert_equal(await ask_all(client, answers, at_once=8), answers)
@@ -98,9 +96,7 @@ async def test_alone_equals_in_a_batch(deployment: Deployment, answers: list[Ans
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5])
-async def test_fewer_tokens_are_a_prefix(
-    deployment: Deployment, answers: list[Answer], tokens: int
-) -> None:
+async def test_fewer_tokens_are_a_prefix(deployment: Deployment, answers: list[Answer], tokens: int) -> None:
     few = [a for a in answers if len(a.prompt_ids) in (32, 97, 256)]
     async with deployment.client("r0") as client:
         for answer in few:
