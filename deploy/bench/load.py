@@ -13,10 +13,10 @@ from pathlib import Path
 
 import httpx
 
-WORDS = (
+VOCABULARY = (
     "the a old young river market lantern captain garden winter road carried found painted described near behind "
     "under before after evening morning stone bridge letter silver wooden quiet broken ancient village and then while"
-).split()
+)
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ def make_prompts(model: Path, count: int, tokens: int, seed: int) -> list[list[i
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    rng = random.Random(seed)
+    rng, words = random.Random(seed), VOCABULARY.split()
     prompts = []
     for _ in range(count):
-        text = f"{rng.getrandbits(64):x} " + " ".join(rng.choices(WORDS, k=tokens))
+        text = f"{rng.getrandbits(64):x} " + " ".join(rng.choices(words, k=tokens))
         prompts.append(tokenizer.encode(text, add_special_tokens=False).ids[:tokens])
     return prompts
 
@@ -72,7 +72,9 @@ async def measure(client: httpx.AsyncClient, model: str, prompt: Sequence[int], 
     tokens = 0
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
-            raise RuntimeError(f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:500]}")
+            raise RuntimeError(
+                f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:500]}"
+            )
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -97,8 +99,12 @@ async def closed_loop(
     concurrency: int,
     output_tokens: int,
     timeout_s: float = 600,
+    transport: httpx.AsyncBaseTransport | None = None,
 ) -> Load:
-    """Send every prompt once, `concurrency` at a time, each as soon as an earlier one has ended."""
+    """Send every prompt once, `concurrency` at a time, each as soon as an earlier one has ended.
+
+    `transport` replaces the network (tests).
+    """
     queue = iter(prompts)
     timings: list[Timing] = []
 
@@ -106,7 +112,10 @@ async def closed_loop(
         for prompt in queue:
             timings.append(await measure(client, model, prompt, output_tokens))
 
-    async with httpx.AsyncClient(base_url=url, timeout=timeout_s, trust_env=False) as client, asyncio.TaskGroup() as group:
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=timeout_s, trust_env=False, transport=transport) as client,
+        asyncio.TaskGroup() as group,
+    ):
         start = time.perf_counter()
         for _ in range(concurrency):
             group.create_task(client_loop(client))

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-CASES = (
-    *("1 2 3 5 7 8 9 10 11 12 13 15 16 17 18 19 22 25 30 33 34 39 41 42 45".split()),
-    *("51 52 53 55 56 61 67 69 m3 m5 m6".split()),
+NUMBERS = (
+    *(1, 2, 3, 5, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 18, 19, 22, 25, 30, 33, 34, 39, 41, 42, 45),
+    *(51, 52, 53, 55, 56, 61, 67, 69),
 )
+CASES = (*map(str, NUMBERS), "m3", "m5", "m6")
 NAME = re.compile(r"def test_case_(m?\d+(?:_and_m?\d+)*)_\w+\(", re.IGNORECASE)
 
 
