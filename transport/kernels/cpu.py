@@ -1,0 +1,193 @@
+"""The fast CPU kernels: gather, transpose, convert, tile and place in one pass over the bytes.
+
+Same entry points and same bytes as `transport.kernels.reference`. The heavy part is native code
+(`transport.kernels.native`) that runs without the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from transport.geometry.floats import ITEM_BYTES, SourceDtype
+from transport.geometry.kv import FACE, TILE, KVGeometry
+from transport.geometry.plan import all_tensors, staging_size
+from transport.geometry.units import units_in_range
+from transport.kernels.faces import LINE, Load
+from transport.kernels.native import Variant, kernel
+from transport.kernels.source import Source, linear_source
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+
+
+def transform_into(
+    channels: Sequence[Bytes],
+    bases: Sequence[int],
+    geometry: KVGeometry,
+    dst_blocks: Sequence[int],
+    source: Source,
+    src_blocks: Sequence[int],
+    start: int,
+    stop: int,
+    tensors: Sequence[int] | None = None,
+) -> int:
+    """As `reference.transform_into`; also ValueError where channel memory ends before the tensors do."""
+    chosen = all_tensors(geometry, tensors)
+    units = units_in_range(geometry, dst_blocks, start, stop)
+    job = _Job(geometry, source, src_blocks, start, stop)
+    memory = _channel_addresses(channels, bases, geometry)
+    first = memory[units.channels] + units.slots * units.unit_bytes
+    aligned = not np.any(memory % LINE) and not any(bases[t] % LINE for t in chosen)
+    for tensor in chosen:
+        job.run(tensor, first + bases[tensor], aligned)
+    return staging_size(units, len(chosen))
+
+
+def transform(
+    geometry: KVGeometry,
+    dst_blocks: Sequence[int],
+    source: Source,
+    src_blocks: Sequence[int],
+    start: int,
+    stop: int,
+    tensors: Sequence[int] | None = None,
+) -> Bytes:
+    """As `reference.transform`."""
+    chosen = all_tensors(geometry, tensors)
+    units = units_in_range(geometry, dst_blocks, start, stop)
+    job = _Job(geometry, source, src_blocks, start, stop)
+    staging = aligned_bytes(staging_size(units, len(chosen)))
+    first, step = units.staging_positions(len(chosen))
+    for i, tensor in enumerate(chosen):
+        addresses = staging.ctypes.data + (first + i * step) * units.unit_bytes
+        job.run(tensor, addresses, aligned=True)
+    return staging
+
+
+def to_linear(
+    source: Source,
+    geometry: KVGeometry,
+    src_blocks: Sequence[int],
+    start: int,
+    stop: int,
+    tensors: Sequence[int] | None = None,
+) -> Bytes:
+    """As `reference.to_linear`."""
+    chosen = all_tensors(geometry, tensors)
+    job = _Job(geometry, source, src_blocks, start, stop)
+    head_bytes = geometry.head_dim * ITEM_BYTES[source.layout.dtype]
+    row_bytes = geometry.num_kv_heads * head_bytes
+    tensor_bytes = job.tiles * TILE * row_bytes
+    staging = aligned_bytes(len(chosen) * tensor_bytes)
+    tile, head = np.arange(job.tiles)[:, None], np.arange(geometry.num_kv_heads)
+    first = staging.ctypes.data + tile * TILE * row_bytes + head * head_bytes
+    for i, tensor in enumerate(chosen):
+        job.copy_rows(tensor, first + i * tensor_bytes, row_bytes)
+    return staging
+
+
+def from_linear(
+    channels: Sequence[Bytes],
+    bases: Sequence[int],
+    geometry: KVGeometry,
+    dst_blocks: Sequence[int],
+    linear: Bytes,
+    dtype: SourceDtype,
+    prompt_tokens: int,
+    start: int = 0,
+) -> int:
+    """As `reference.from_linear`."""
+    source = linear_source(geometry, linear, dtype, prompt_tokens)
+    return transform_into(channels, bases, geometry, dst_blocks, source, [0], start, prompt_tokens)
+
+
+def aligned_bytes(length: int) -> Bytes:
+    """Uninitialised uint8 [length] that begins on a cache line."""
+    memory = np.empty(length + LINE, np.uint8)
+    skip = -memory.ctypes.data % LINE
+    return memory[skip : skip + length]
+
+
+def _channel_addresses(channels: Sequence[Bytes], bases: Sequence[int], geometry: KVGeometry) -> Ints:
+    if len(channels) != geometry.num_channels or len(bases) != geometry.num_tensors:
+        raise ValueError(
+            f"{len(channels)} channels and {len(bases)} bases, the pool has "
+            f"{geometry.num_channels} and {geometry.num_tensors}"
+        )
+    end = max(bases) + geometry.bank_bytes
+    for index, memory in enumerate(channels):
+        if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous or not memory.flags.writeable:
+            raise ValueError(f"channel {index} must be writable contiguous uint8 [n]")
+        if min(bases) < 0 or memory.size < end:
+            raise ValueError(f"channel {index} has {memory.size} bytes, the tensors end at {end}")
+    return np.asarray([memory.ctypes.data for memory in channels], np.int64)
+
+
+class _Job:
+    """One token range of one source, ready to run for any of its tensors."""
+
+    def __init__(self, geometry: KVGeometry, source: Source, src_blocks: Sequence[int], start: int, stop: int) -> None:
+        self._geometry, self._source = geometry, source
+        layout = source.layout
+        table = source.table(geometry, src_blocks, start, stop)
+        self.tiles = -(-stop // TILE) - start // TILE
+        token = start + np.arange(2 * self.tiles, dtype=np.int64) * FACE
+        self._valid = np.clip(stop - token, 0, FACE)
+        block = table[np.minimum(token // layout.block_size, len(table) - 1)]
+        self._item = ITEM_BYTES[layout.dtype]
+        self._rows = token % layout.block_size
+        self._blocks = block * layout.block_elements
+        self._sides = (self._side(v=False), self._side(v=True))
+
+    def _side(self, v: bool) -> tuple[Load, Ints, int, int, int]:
+        """(load, byte offset of each group of 16 rows, head, row and column strides in bytes) of K or V."""
+        layout, item = self._source.layout, self._item
+        head_stride, rows, columns = layout.offsets(v)
+        load: Load = "rows"
+        if layout.packing == "amx":
+            load = "amx_v" if v else "amx_k"
+        elif layout.packing == "vec" and not v:
+            load = "columns"
+        # columns are equally spaced from one group of 16 to the next in every packing
+        column_stride = int(columns[FACE] - columns[0]) * item // FACE
+        groups = (self._blocks + rows[self._rows]) * item
+        return load, groups, head_stride * item, int(rows[1] - rows[0]) * item, column_stride
+
+    def run(self, tensor: int, units: Ints, aligned: bool) -> None:
+        """Write one tensor in the pool's layout; `units`: int64 [T, H, C] addresses of its units."""
+        geometry = self._geometry
+        rows = geometry.layout == "gpu"
+        interleave = geometry.rope == "interleaved" and tensor % 2 == 0
+        load = self._sides[tensor % 2][0]
+        variant = Variant(load, interleave, self._source.layout.dtype, geometry.dtype, rows, aligned)
+        stride = geometry.page_bytes // TILE**2 * geometry.head_dim if rows else 0
+        self._call(variant, tensor, units, stride)
+
+    def copy_rows(self, tensor: int, units: Ints, row_stride: int) -> None:
+        """Write one tensor row-major, elements as they are; `units`: int64 [T, H] addresses of its first rows."""
+        bits: Literal["float32", "bfloat16"] = "float32" if self._item == 4 else "bfloat16"
+        variant = Variant(self._sides[tensor % 2][0], False, bits, bits, rows=True, streaming=True)
+        self._call(variant, tensor, units, row_stride)
+
+    def _call(self, variant: Variant, tensor: int, units: Ints, target_stride: int) -> None:
+        _, groups, head_stride, row_stride, column_stride = self._sides[tensor % 2]
+        units = np.ascontiguousarray(units)
+        geometry = self._geometry
+        kernel(variant)(
+            self.tiles,
+            geometry.num_kv_heads,
+            geometry.head_dim // TILE,
+            self._source.layers[tensor // 2].ctypes.data,
+            groups.ctypes.data,
+            self._valid.ctypes.data,
+            units.ctypes.data,
+            head_stride,
+            row_stride,
+            column_stride,
+            geometry.head_dim,
+            target_stride,
+        )

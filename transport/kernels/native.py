@@ -1,0 +1,230 @@
+"""Native code for one tensor's worth of tiles: the loops around `faces`, compiled once per variant.
+
+Compiled in memory with llvmlite for the CPU it runs on: some 0.1 s per variant, no compiler, no cache
+directory. Called through ctypes, which releases the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+
+from transport.geometry.floats import ITEM_BYTES, SourceDtype
+from transport.geometry.kv import FACE, TILE, TILE_BYTES, KVDtype
+from transport.geometry.tiles import MANTISSA_BITS
+from transport.kernels import faces
+from transport.kernels.faces import I8, I16, I32, I64, LINE, Builder, FaceSource, Load, Value, i64
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What code is specialised for. `rows`: targets are row-major (layout gpu, linear staging), not tiles.
+
+    `streaming`: target addresses are multiples of 64, so that whole lines go past the caches.
+    """
+
+    load: Load
+    interleave: bool
+    source: SourceDtype
+    target: KVDtype
+    rows: bool
+    streaming: bool
+
+    @property
+    def copies_rows(self) -> bool:
+        """Neither order nor dtype changes within a row."""
+        return self.rows and self.load == "rows" and not self.interleave and self.source == self.target
+
+
+#: (tiles T, heads H, columns C, layer address, group offsets int64[2T], valid rows int64[2T], unit addresses
+#: int64[T, H, C] (tiles) or [T, H] (rows), head stride, row stride, column stride, head_dim, target row stride)
+Kernel = Callable[[int, int, int, int, int, int, int, int, int, int, int, int], None]
+NUM_ARGUMENTS = 12
+
+
+@cache
+def kernel(variant: Variant) -> Kernel:
+    """The compiled kernel. Group g is 16 token rows: at `layer + offsets[g] + head·head_stride`.
+
+    Rows past `valid[g]` are written as zeros; strides are bytes. The caller vouches for every address.
+    """
+    module = ir.Module("hawk")
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * NUM_ARGUMENTS), "transform")
+    builder = ir.IRBuilder(function.append_basic_block())
+    _emit(builder, variant, *function.args)
+    if variant.streaming:
+        builder.fence("seq_cst")  # streaming stores are weakly ordered; the completion must not overtake them
+    builder.ret_void()
+    engine = _compile(module)
+    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * NUM_ARGUMENTS)
+    code = prototype(engine.get_function_address("transform"))
+
+    def call(*arguments: int) -> None:
+        code(*arguments)
+
+    call.engine = engine  # type: ignore[attr-defined]  # owns the code
+    return call
+
+
+def _compile(module: Any) -> Any:
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=3
+    )
+    parsed = binding.parse_assembly(str(module))
+    parsed.verify()
+    engine = binding.create_mcjit_compiler(parsed, machine)
+    engine.finalize_object()
+    return engine
+
+
+@contextmanager
+def _loop(b: Builder, count: Value) -> Iterator[Value]:
+    """`for i in range(count)`, count ≥ 1."""
+    before = b.block
+    body, after = b.append_basic_block(), b.append_basic_block()
+    b.branch(body)
+    b.position_at_end(body)
+    index = b.phi(I64)
+    index.add_incoming(i64(0), before)
+    yield index
+    following = b.add(index, i64(1))
+    index.add_incoming(following, b.block)
+    b.cbranch(b.icmp_signed("<", following, count), body, after)
+    b.position_at_end(after)
+
+
+def _entry(b: Builder, array: Value, index: Value) -> Value:
+    return b.load(b.gep(b.inttoptr(array, I64.as_pointer()), [index]))
+
+
+def _emit(
+    b: Builder,
+    variant: Variant,
+    tiles: Value,
+    heads: Value,
+    columns: Value,
+    layer: Value,
+    offsets: Value,
+    valid: Value,
+    units: Value,
+    head_stride: Value,
+    row_stride: Value,
+    column_stride: Value,
+    head_dim: Value,
+    target_stride: Value,
+) -> None:
+    with _loop(b, tiles) as tile, _loop(b, heads) as head:
+        here = b.add(b.mul(tile, heads), head)
+        from_head = b.add(layer, b.mul(head, head_stride))
+        if variant.copies_rows:
+            unit = _entry(b, units, here)
+            with _loop(b, i64(2)) as half:
+                group = b.add(b.mul(tile, i64(2)), half)
+                start = b.add(from_head, _entry(b, offsets, group))
+                target = b.add(unit, b.mul(b.mul(half, i64(FACE)), target_stride))
+                count = _entry(b, valid, group)
+                row_bytes = b.mul(head_dim, i64(ITEM_BYTES[variant.source]))
+                _copy_rows(b, variant, start, row_stride, target, target_stride, count, row_bytes)
+                _zero_rows(b, count, target, target_stride, row_bytes)
+            return
+        with _loop(b, columns) as column:
+            unit = _entry(b, units, here if variant.rows else b.add(b.mul(here, columns), column))
+            with _loop(b, i64(2)) as half:
+                group = b.add(b.mul(tile, i64(2)), half)
+                start = b.add(from_head, _entry(b, offsets, group))
+                count = _entry(b, valid, group)
+                for side in (0, 1):
+                    dim = b.add(b.mul(column, i64(TILE)), i64(side * FACE))
+                    source = _face_source(b, variant, start, dim, head_dim, row_stride, column_stride)
+                    _face(b, variant, source, count, _Target.of(b, variant, unit, half, side, dim, target_stride))
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a face goes: its first row, the stride and bytes of its rows, and its exponents."""
+
+    data: Value
+    stride: Value
+    row_bytes: int
+    exponents: Value | None
+
+    @classmethod
+    def of(
+        cls, b: Builder, variant: Variant, unit: Value, half: Value, side: int, dim: Value, target_stride: Value
+    ) -> _Target:
+        if variant.rows:
+            item = TILE_BYTES[variant.target] // TILE**2
+            first = b.add(unit, b.mul(b.mul(half, i64(FACE)), target_stride))
+            data = b.add(first, b.mul(dim, i64(item)))
+            return cls(data, target_stride, FACE * item, None)
+        block_float = variant.target in MANTISSA_BITS
+        header = 4 * FACE if block_float else 0
+        row_bytes = (TILE_BYTES[variant.target] - header) // (4 * FACE)
+        face = b.add(b.mul(half, i64(2)), i64(side))
+        data = b.add(unit, b.add(b.mul(face, i64(FACE * row_bytes)), i64(header)))
+        exponents = b.add(unit, b.mul(face, i64(FACE))) if block_float else None
+        return cls(data, i64(row_bytes), row_bytes, exponents)
+
+
+def _face_source(
+    b: Builder, variant: Variant, start: Value, dim: Value, head_dim: Value, row_stride: Value, column_stride: Value
+) -> FaceSource:
+    if variant.interleave:
+        left = b.lshr(dim, i64(1))
+        right = b.add(left, b.lshr(head_dim, i64(1)))
+    else:
+        left, right = dim, b.add(dim, i64(8))
+    at = [b.add(start, b.mul(first, column_stride)) for first in (left, right)]
+    return FaceSource(at[0], at[1], row_stride, column_stride, variant.interleave)
+
+
+def _face(b: Builder, variant: Variant, source: FaceSource, count: Value, target: _Target) -> None:
+    """One face. Rows past `count` lie in the same page and may be read; they are overwritten with zeros."""
+    with b.if_then(b.icmp_signed(">", count, i64(0))):
+        element = I32 if variant.source == "float32" else I16
+        rows = faces.load_face(b, variant.load, element, source)
+        data, exponents = faces.encode_rows(b, rows, variant.source, variant.target)
+        if variant.rows:
+            faces.store_rows(b, data, target.data, target.stride)
+        else:
+            faces.store_tiled(b, data, target.data, variant.streaming)
+        if target.exponents is not None:
+            faces.store_exponents(b, exponents, target.exponents)
+    _zero_rows(b, count, target.data, target.stride, i64(target.row_bytes))
+    if target.exponents is not None:
+        _zero_rows(b, count, target.exponents, i64(1), i64(1))
+
+
+def _copy_rows(
+    b: Builder,
+    variant: Variant,
+    source: Value,
+    stride: Value,
+    target: Value,
+    target_stride: Value,
+    count: Value,
+    row_bytes: Value,
+) -> None:
+    """Copy `count` rows; a row is a whole number of cache lines (head_dim is a multiple of 32)."""
+    with b.if_then(b.icmp_signed(">", count, i64(0))), _loop(b, count) as row:
+        read, write = b.add(source, b.mul(row, stride)), b.add(target, b.mul(row, target_stride))
+        with _loop(b, b.lshr(row_bytes, i64(6))) as line:
+            at = b.mul(line, i64(LINE))
+            faces.store(b, faces.load(b, b.add(read, at), I32, FACE), b.add(write, at), variant.streaming)
+
+
+def _zero_rows(b: Builder, count: Value, target: Value, stride: Value, row_bytes: Value) -> None:
+    """Zero rows `count`…15."""
+    missing = b.sub(i64(FACE), count)
+    with b.if_then(b.icmp_signed(">", missing, i64(0)), likely=False), _loop(b, missing) as row:
+        at = b.add(target, b.mul(b.add(count, row), stride))
+        with _loop(b, row_bytes) as byte:
+            b.store(ir.Constant(I8, 0), b.inttoptr(b.add(at, byte), I8.as_pointer()))
