@@ -78,7 +78,8 @@ class PoolDescription(Message):
     """All a writer must know of one decode worker's KV pool; valid for one generation of that process.
 
     `bases[2*layer + v]` (v = 0 for K, 1 for V) is the tensor's byte offset inside every channel region.
-    `staging` is the receive buffer of kv_path `host` and `contiguous`, None for `hawk`.
+    `staging` is the receive buffer of kv_path `host` and `contiguous`, None for `hawk`; `staging_dtype` is
+    the element type that kv_path `host` expects in it.
     """
 
     worker: Name
@@ -88,6 +89,7 @@ class PoolDescription(Message):
     bases: tuple[Natural, ...]
     channels: tuple[Region, ...]
     staging: Region | None = None
+    staging_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     endpoint: Endpoint
     model: ModelInfo
 
@@ -239,8 +241,10 @@ class PoolRefused(Message):
 class Reserve(Message):
     """Router → D. Answered by `Reserved` or `Failed`.
 
-    `block_hashes` are the chained hashes of the prompt's full blocks; `tail_tokens` the token ids after
-    them, so that D can go on hashing as it decodes.
+    `block_hashes` are the chained hashes of the prompt's full blocks (root: `prefix.root_hash` of the pool's
+    model fingerprint and KV dtype); `tail_tokens` the token ids after them, so that D can go on hashing as it
+    decodes. Both empty: the request's blocks are not shared. `max_tokens` (at least 2) counts from this prompt
+    on: after a preemption it is what is left, the first token of the new prefill included.
     """
 
     request_id: Name

@@ -43,7 +43,7 @@ class EmulatedNpu:
         self._fds: list[int] = []
         self._channels: list[np.ndarray] = []
         for bank in range(num_banks):
-            fd = os.memfd_create(f"{name}-dram{bank}", os.MFD_CLOEXEC)
+            fd = os.memfd_create(f"{name}-dram{bank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self._fds.append(fd)
             os.ftruncate(fd, bank_bytes)
             self._channels.append(np.frombuffer(mmap.mmap(fd, bank_bytes), dtype=np.uint8))

@@ -1,0 +1,145 @@
+"""The decode role's process: device, pool, engine and worker put together and served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from decode_worker.engines.base import Engine
+from decode_worker.leases import LeaseLimits
+from decode_worker.metrics import DecodeMetrics
+from decode_worker.npu.base import NpuDevice, OutOfDeviceMemory
+from decode_worker.npu.emulated import EmulatedNpu
+from decode_worker.pool import KVPool
+from decode_worker.settings import DecodeSettings
+from decode_worker.worker import DecodeWorker, WorkerLimits
+from transport.backends.base import Receiver, ReceiverEvents
+from transport.backends.shm import ShmReceiver
+from transport.errors import ConfigurationError
+from transport.generation import new_generation
+from transport.http import bind, serve, worker_app
+from transport.logging import setup_logging
+from transport.messages import Endpoint
+from transport.model import eos_token_ids, model_info
+from transport.serve import run as run_loop
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 1.0
+"""Seconds for the last messages to reach the routers when the engine has failed."""
+
+MakeEngine = Callable[[DecodeSettings, NpuDevice, KVPool], Engine]
+
+
+def run(settings: DecodeSettings) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ConfigurationError at start, EngineFailed when the engine breaks."""
+    setup_logging("decode", settings.log_level, as_json=settings.log_json, secrets=[settings.secret])
+    run_loop(main(settings))
+
+
+async def main(settings: DecodeSettings, make_engine: MakeEngine | None = None) -> None:
+    """`run` inside a running loop; `make_engine` in place of the configured engine."""
+    sock = bind(settings.host, settings.port)  # before the model is loaded: a taken port is said at once
+    try:
+        device, worker, registry = _build(settings, make_engine or torch_engine)
+    except BaseException:
+        sock.close()
+        raise
+    app = worker_app("decode", settings, worker, info=worker.info, ready=worker.ready, registry=registry)
+
+    def started(port: int) -> None:
+        log.info("decode worker %s ready on %s port %d", worker.name, settings.host, port)
+
+    serving: asyncio.Task[None] | None = None
+    working: asyncio.Task[None] | None = None
+    try:
+        await worker.start()
+        working = asyncio.create_task(worker.run(), name="worker")
+        serving = asyncio.create_task(
+            serve(
+                app,
+                settings.host,
+                settings.port,
+                sock=sock,
+                drain=worker.drain,
+                grace_s=settings.grace_s,
+                max_frame_bytes=settings.max_frame_bytes,
+                on_started=started,
+            )
+        )
+        done, _ = await asyncio.wait({serving, working}, return_when=asyncio.FIRST_COMPLETED)
+        if working in done:
+            await asyncio.sleep(FLUSH_S)
+            working.result()
+        serving.result()
+    finally:
+        for task in (serving, working):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+        await worker.close()
+        device.close()
+        sock.close()
+
+
+def torch_engine(settings: DecodeSettings, device: NpuDevice, pool: KVPool) -> Engine:
+    """The torch engine; torch is imported here and nowhere else in this role."""
+    from decode_worker.engines.torch_llama import TorchEngine
+
+    return TorchEngine(
+        settings.model, device, pool.geometry, pool.bases, dtype=settings.dtype, threads=settings.threads
+    )
+
+
+def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice, DecodeWorker, CollectorRegistry]:
+    model = model_info(settings.model, settings.model_name, settings.max_model_len)
+    device = EmulatedNpu(settings.channels, settings.bank_bytes)
+    try:
+        pool = KVPool(
+            device,
+            settings.geometry(),
+            kv_path=settings.kv_path,
+            staging_size=settings.staging_bytes,
+            source_dtype=settings.dtype,
+        )
+    except OutOfDeviceMemory as error:
+        raise ConfigurationError(
+            f"the KV pool does not fit the device ({error}): lower num_blocks or kv_bytes, or raise bank_bytes"
+        ) from error
+    generation = new_generation()
+    socket_path = _socket_path(settings)
+
+    def receiver(events: ReceiverEvents) -> Receiver:
+        return ShmReceiver(settings.name, generation, settings.secret, pool.handed_out(), events, socket_path)
+
+    registry = CollectorRegistry()
+    worker = DecodeWorker(
+        name=settings.name,
+        generation=generation,
+        model=model,
+        eos_ids=eos_token_ids(settings.model),
+        pool=pool,
+        engine=make_engine(settings, device, pool),
+        endpoint=Endpoint(backend="shm", address=socket_path),
+        make_receiver=receiver,
+        metrics=DecodeMetrics(registry),
+        limits=WorkerLimits(
+            max_batch=settings.max_batch,
+            status_interval_s=settings.status_interval_s,
+            stall_s=settings.stall_s,
+            leases=LeaseLimits(settings.lease_ttl_s, settings.lease_max_hold_s, settings.watermark),
+        ),
+    )
+    return device, worker, registry
+
+
+def _socket_path(settings: DecodeSettings) -> str:
+    """Short whatever the worker's name (a Unix socket's path has 107 bytes); a restart takes the same one."""
+    name = hashlib.blake2b(settings.name.encode(), digest_size=6).hexdigest()
+    return str((settings.socket_dir / f"hawk-{name}.sock").absolute())

@@ -1,0 +1,132 @@
+"""Next tokens out of logits: greedy or random, filtered as vLLM filters, reproducible by seed.
+
+Order: temperature, min_p, top_k, top_p, draw. Every row is sampled on its own, and its random number is a
+function of (seed, position) alone, so that a request's tokens do not depend on the batch it runs in.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from transport.errors import EngineFailed
+from transport.messages import Logprob, Sampling
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy, as in vLLM."""
+
+_CANDIDATES = 1024
+"""top_p first looks among this many most likely tokens; sorting the whole vocabulary is the exception."""
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """What the sampler needs of one request."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> SamplingParams:
+        """A request without a seed gets a random one."""
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        return cls(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, seed, sampling.logprobs)
+
+
+def sample(
+    logits: Floats, rows: Sequence[SamplingParams], positions: npt.NDArray[np.int32]
+) -> tuple[list[int], list[Logprob | None]]:
+    """One token per row of float32 logits [B, V], and its log-probabilities where the row asks for them.
+
+    `positions[i]` is the position of the last token in the cache; ties go to the lowest id. Raises
+    EngineFailed if the logits of a row have no finite maximum.
+    """
+    tokens = logits.argmax(axis=1).tolist()
+    best = logits[np.arange(len(tokens)), tokens]
+    if not np.isfinite(best).all():
+        bad = int(np.flatnonzero(~np.isfinite(best))[0])
+        raise EngineFailed(f"logits of row {bad} at position {positions[bad]} are not finite")
+    logprobs: list[Logprob | None] = [None] * len(tokens)
+    for i, row in enumerate(rows):
+        if not row.greedy:
+            tokens[i] = _draw(logits[i], float(best[i]), row, int(positions[i]))
+        if row.logprobs is not None:
+            logprobs[i] = _logprob(logits[i], tokens[i], row.logprobs)
+    return tokens, logprobs
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number in [0, 1) that decides the token after `position`."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, position])).random())
+
+
+def kept(logits: Floats, row: SamplingParams) -> npt.NDArray[np.intp]:
+    """Token ids, ascending, that min_p, top_k and top_p leave of one row of (raw) logits [V]."""
+    scaled = logits / np.float32(row.temperature)
+    return _filter(scaled, float(scaled.max()), row)
+
+
+def _draw(logits: Floats, best: float, row: SamplingParams, position: int) -> int:
+    scaled = (logits - np.float32(best)) / np.float32(row.temperature)
+    ids = _filter(scaled, 0.0, row)
+    weights = np.exp(scaled[ids], dtype=np.float64)
+    cumulative = np.cumsum(weights)
+    chosen = int(np.searchsorted(cumulative, uniform(row.seed, position) * cumulative[-1], side="right"))
+    return int(ids[min(chosen, len(ids) - 1)])
+
+
+def _filter(scaled: Floats, best: float, row: SamplingParams) -> npt.NDArray[np.intp]:
+    ids: npt.NDArray[np.intp] | None = None
+    if row.min_p > 0:
+        ids = np.flatnonzero(scaled >= best + math.log(row.min_p))
+        scaled = scaled[ids]
+    if 0 < row.top_k < len(scaled):
+        kth = np.partition(scaled, len(scaled) - row.top_k)[len(scaled) - row.top_k]
+        top = np.flatnonzero(scaled >= kth)  # ties with the k-th stay, as in vLLM
+        ids = top if ids is None else ids[top]
+        scaled = scaled[top]
+    if row.top_p < 1:
+        nucleus = _nucleus(scaled, best, row.top_p)
+        ids = nucleus if ids is None else ids[nucleus]
+    return np.arange(len(scaled)) if ids is None else ids
+
+
+def _nucleus(scaled: Floats, best: float, top_p: float) -> npt.NDArray[np.intp]:
+    """Indices, ascending, of the fewest most likely entries whose probabilities reach `top_p`."""
+    weights = np.exp(scaled - np.float32(best), dtype=np.float64)
+    target = top_p * weights.sum()
+    for count in (min(_CANDIDATES, len(weights)), len(weights)):
+        part = np.argpartition(weights, len(weights) - count)[len(weights) - count :]
+        order = part[np.lexsort((part, -weights[part]))]
+        cumulative = np.cumsum(weights[order])
+        if cumulative[-1] >= target:
+            break
+    return np.sort(order[: int(np.searchsorted(cumulative, target, side="left")) + 1])
+
+
+def _logprob(logits: Floats, token: int, top: int) -> Logprob:
+    """Log-softmax of the raw logits (before temperature and filters), as vLLM reports by default."""
+    best = logits.max()
+    normaliser = float(best) + math.log(float(np.exp(logits - best).sum(dtype=np.float64)))
+    alternatives: tuple[tuple[int, float], ...] = ()
+    if top:
+        count = min(top, len(logits))
+        part = np.argpartition(logits, len(logits) - count)[len(logits) - count :]
+        order = part[np.lexsort((part, -logits[part]))]
+        alternatives = tuple((int(t), float(logits[t]) - normaliser) for t in order)
+    return Logprob.model_construct(token=token, logprob=float(logits[token]) - normaliser, top=alternatives)

@@ -1,0 +1,94 @@
+"""Settings of the decode role."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from decode_worker.npu.emulated import P150A_BANK_BYTES, P150A_BANKS
+from transport.geometry import KVGeometry
+from transport.geometry.kv import TILE
+from transport.messages import KVPath, Name
+from transport.model import kv_shape
+from transport.settings import BaseRoleSettings, Bytes, Seconds
+
+Count = Annotated[int, Field(gt=0)]
+
+
+def _socket_dir() -> Path:
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or f"{tempfile.gettempdir()}/hawk-{os.getuid()}")
+
+
+class DecodeSettings(BaseRoleSettings):
+    """A decode worker: an NPU's KV pool, written by prefill workers, and the engine that decodes from it."""
+
+    role: ClassVar[str] = "decode"
+
+    port: int = Field(8200, ge=0, le=65535, description="port to listen on")
+
+    model: Path = Field(..., description="Hugging Face model directory")
+    served_name: Name | None = Field(None, description="the model's name for clients (default: the directory's name)")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of weights and arithmetic")
+    max_model_len: Count | None = Field(None, description="longest context (default: the model's)")
+    engine: Literal["torch"] = Field("torch", description="what computes the model")
+    threads: Count = Field(1, description="threads of the engine")
+
+    channels: Annotated[int, Field(gt=0, le=64)] = Field(P150A_BANKS, description="DRAM channels of the emulated NPU")
+    bank_bytes: Bytes = Field(P150A_BANK_BYTES, description="bytes of one channel")
+    kv_dtype: Literal["float32", "bfloat16", "bfp8_b"] = Field("bfloat16", description="dtype of the KV cache")
+    block_size: Count = Field(32, description="tokens per KV block, a multiple of 32")
+    num_blocks: Count | None = Field(None, description="KV blocks in the pool (default: what kv_bytes hold)")
+    kv_bytes: Bytes = Field(512 * 1024 * 1024, description="bytes of the pool where num_blocks does not say")
+
+    kv_path: KVPath = Field("hawk", description="hawk: written in place; host, contiguous: staged and re-laid-out")
+    staging_bytes: Bytes = Field(256 * 1024 * 1024, description="receive buffer of kv_path host and contiguous")
+    socket_dir: Path = Field(default_factory=_socket_dir, description="directory of the data plane's Unix socket")
+
+    max_batch: Annotated[int, Field(gt=0, le=4096)] = Field(32, description="requests per engine step")
+    watermark: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.02, description="share of the blocks that admission leaves for running requests to grow into"
+    )
+    lease_ttl_s: Seconds = Field(30.0, description="life of a lease without a sign of its router or writer")
+    lease_max_hold_s: Seconds = Field(300.0, description="longest time from a reservation until decoding starts")
+    status_interval_s: Seconds = Field(0.05, description="least time between two unasked status messages")
+    stall_s: Seconds = Field(60.0, description="an engine step that takes longer makes the worker not ready")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DecodeSettings:
+        if self.block_size % TILE:
+            raise ValueError(f"block_size: must be a multiple of {TILE}, got {self.block_size}")
+        if self.bank_bytes % 64:
+            raise ValueError(f"bank_bytes: must be a multiple of 64, got {self.bank_bytes}")
+        if not (self.model / "config.json").is_file():
+            raise ValueError(f"model: {self.model} has no config.json; is it a Hugging Face model directory?")
+        if self.lease_ttl_s < 2 * self.ping_interval_s:
+            raise ValueError(
+                f"lease_ttl_s: must be at least twice ping_interval_s ({self.ping_interval_s:g}), "
+                f"got {self.lease_ttl_s:g}"
+            )
+        return self
+
+    @property
+    def model_name(self) -> str:
+        return self.served_name or self.model.resolve().name
+
+    def geometry(self) -> KVGeometry:
+        """The pool's geometry; `num_blocks`, or as many blocks as `kv_bytes` hold (at least one)."""
+        shape = kv_shape(self.model)
+
+        def with_blocks(count: int) -> KVGeometry:
+            return KVGeometry(
+                num_layers=shape.num_layers,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                block_size=self.block_size,
+                num_blocks=count,
+                num_channels=self.channels,
+                dtype=self.kv_dtype,
+            )
+
+        return with_blocks(self.num_blocks or max(1, self.kv_bytes // with_blocks(1).block_bytes))
