@@ -6,7 +6,7 @@ import numpy as np
 
 from decode_worker.engines.cpu.jit import kernel
 from decode_worker.engines.cpu.tiles import decode_tile, encode_row
-from decode_worker.engines.cpu.vector import add_dots, add_weighted_rows, bits_float
+from decode_worker.engines.cpu.vector import add_dots, add_weighted_rows, bits_float, prefetch
 
 TILE = 32
 
@@ -89,8 +89,20 @@ def append(pool, tensor, blocks, head, token, row):
 
 
 @kernel()
-def _decode_rows(pool, tensor, blocks, head, token, out):
-    """The 32 tokens from `token` on of one head → out [32, head_dim] float32."""
+def _prefetch_rows(pool, tensor, blocks, head, token):
+    """Fetch the tiles of the 32 tokens from `token` on; tiles lie apart, so the hardware does not foresee them."""
+    first = _first_page(pool, blocks, head, token)
+    for column in range(pool.head_dim // TILE):
+        address = _tile_address(pool, tensor, first + column)
+        for line in range(0, pool.page_bytes, 64):
+            prefetch(address + line)
+
+
+@kernel()
+def _decode_rows(pool, tensor, blocks, head, token, tokens, out):
+    """The 32 tokens from `token` on of one head → out [32, head_dim] float32; the next 32 are on their way."""
+    if token + TILE < tokens:
+        _prefetch_rows(pool, tensor, blocks, head, token + TILE)
     first = _first_page(pool, blocks, head, token)
     for column in range(pool.head_dim // TILE):
         decode_tile(pool.kind, _tile_address(pool, tensor, first + column), out, column * TILE)
@@ -104,13 +116,13 @@ def _add_scores(q, group, rows, scores, token):
     for n in range(0, TILE, 4):
         g = 0
         while g + 4 <= group:
-            add_dots(q, g * dim, dim, rows, n * dim, dim, dim, scores, g * width + token + n, width, 4, 4)
+            add_dots(q, g * dim, dim, rows, n * dim, dim, dim, scores, g * width + token + n, width, 0, 4, 4)
             g += 4
         if g + 2 <= group:
-            add_dots(q, g * dim, dim, rows, n * dim, dim, dim, scores, g * width + token + n, width, 2, 4)
+            add_dots(q, g * dim, dim, rows, n * dim, dim, dim, scores, g * width + token + n, width, 0, 2, 4)
             g += 2
         if g < group:
-            add_dots(q, g * dim, dim, rows, n * dim, dim, dim, scores, g * width + token + n, width, 1, 4)
+            add_dots(q, g * dim, dim, rows, n * dim, dim, dim, scores, g * width + token + n, width, 0, 1, 4)
 
 
 @kernel()
@@ -141,13 +153,13 @@ def attend(pool, layer, blocks, head, position, q, k, v, scale, work, out):
     append(pool, 2 * layer + 1, blocks, head, position, v)
     group, tokens = q.shape[0], position + 1
     for token in range(0, tokens, TILE):
-        _decode_rows(pool, 2 * layer, blocks, head, token, work.rows)
+        _decode_rows(pool, 2 * layer, blocks, head, token, tokens, work.rows)
         _add_scores(q, group, work.rows, work.scores, token)
     out[:, :] = 0
     for g in range(group):
         work.totals[g] = _softmax(work.scores[g], tokens, scale)
     for token in range(0, tokens, TILE):
-        _decode_rows(pool, 2 * layer + 1, blocks, head, token, work.rows)
+        _decode_rows(pool, 2 * layer + 1, blocks, head, token, tokens, work.rows)
         _add_values(work.scores, group, token, min(TILE, tokens - token), work.rows, out)
     for g in range(group):
         out[g] /= work.totals[g]

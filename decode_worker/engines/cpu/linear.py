@@ -11,23 +11,27 @@ PANEL = 12
 
 @kernel()
 def _add_panel(x, rows, k, w, w_at, out, out_at, out_stride):
-    """A full panel for all batch rows; each shape fills the 32 vector registers as far as it can."""
+    """A full panel for all batch rows; each shape fills the 32 vector registers as far as it can.
+
+    The next panel is prefetched meanwhile: the hardware alone reaches half the read bandwidth at one row and a
+    fifth of it at eight.
+    """
     m = 0
     while m + 8 <= rows:
         for n in range(0, PANEL, 3):
-            add_dots(x, m * k, k, w, w_at + n * k, k, k, out, out_at + m * out_stride + n, out_stride, 8, 3)
+            add_dots(x, m * k, k, w, w_at + n * k, k, k, out, out_at + m * out_stride + n, out_stride, PANEL * k, 8, 3)
         m += 8
     if m + 4 <= rows:
         for n in range(0, PANEL, 6):
-            add_dots(x, m * k, k, w, w_at + n * k, k, k, out, out_at + m * out_stride + n, out_stride, 4, 6)
+            add_dots(x, m * k, k, w, w_at + n * k, k, k, out, out_at + m * out_stride + n, out_stride, PANEL * k, 4, 6)
         m += 4
     if m + 2 <= rows:
         for n in range(0, PANEL, 6):
-            add_dots(x, m * k, k, w, w_at + n * k, k, k, out, out_at + m * out_stride + n, out_stride, 2, 6)
+            add_dots(x, m * k, k, w, w_at + n * k, k, k, out, out_at + m * out_stride + n, out_stride, PANEL * k, 2, 6)
         m += 2
     if m < rows:
         for n in range(0, PANEL, 6):
-            add_dots(x, m * k, k, w, w_at + n * k, k, k, out, out_at + m * out_stride + n, out_stride, 1, 6)
+            add_dots(x, m * k, k, w, w_at + n * k, k, k, out, out_at + m * out_stride + n, out_stride, PANEL * k, 1, 6)
 
 
 @kernel()
@@ -45,5 +49,5 @@ def add_linear(x, w, layer, out, start, stop):
         n += PANEL
     while n < stop:
         for m in range(rows):
-            add_dots(x, m * k, k, w, base + n * k, k, k, out, m * width + n, width, 1, 1)
+            add_dots(x, m * k, k, w, base + n * k, k, k, out, m * width + n, width, 0, 1, 1)
         n += 1

@@ -38,29 +38,39 @@ def _pointers(context: Any, b: Any, signature: Any, args: Any, *operands: int) -
     return [b.gep(context.make_array(signature.args[i])(context, b, args[i]).data, [args[i + 1]]) for i in operands]
 
 
+def _prefetch(b: Any, base: Any, index: Any) -> None:
+    byte = ir.IntType(8).as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [byte, _i32, _i32, _i32])
+    function = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0i8")
+    b.call(function, [b.bitcast(b.gep(base, [index]), byte), _i32(0), _i32(3), _i32(1)])
+
+
 def _fma(b: Any) -> Any:
     return cgutils.get_or_insert_function(b.module, ir.FunctionType(_vf32, [_vf32] * 3), "llvm.fma.v16f32")
 
 
 @intrinsic(prefer_literal=True)
-def add_dots(typingctx, x, x_at, x_stride, w, w_at, w_stride, k, out, out_at, out_stride, mb, nb):  # type: ignore[no-untyped-def]
+def add_dots(typingctx, x, x_at, x_stride, w, w_at, w_stride, k, out, out_at, out_stride, ahead, mb, nb):  # type: ignore[no-untyped-def]
     """out[m, n] += Σ_k x[m, k]·w[n, k] for m < mb, n < nb (literals), k a multiple of 16.
 
     x, out float32; w float32, or uint16 holding bfloat16. The order of the additions depends on k alone, so
-    a row's result does not depend on the rows it is batched with.
+    a row's result does not depend on the rows it is batched with. The elements of w that lie `ahead` elements
+    on (0: none) are fetched into the cache meanwhile.
     """
     rows, cols = mb.literal_value, nb.literal_value
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
         x, w, out = _pointers(context, b, signature, args, 0, 3, 7)
         x_stride, w_stride, k, out_stride = args[2], args[5], args[6], args[9]
-        fma = _fma(b)
+        ahead, fma = args[10], _fma(b)
         fold = cgutils.get_or_insert_function(
             b.module, ir.FunctionType(_f32, [_f32, _vf32]), "llvm.vector.reduce.fadd.v16f32"
         )
         acc = [[cgutils.alloca_once_value(b, _ZERO) for _ in range(cols)] for _ in range(rows)]
         with cgutils.for_range_slice(b, _i64(0), k, _i64(LANES), _i64) as (at, _):
             ws = [_load(b, w, b.add(b.mul(w_stride, _i64(n)), at)) for n in range(cols)]
+            for n in range(cols):
+                _prefetch(b, w, b.add(b.add(b.mul(w_stride, _i64(n)), at), ahead))
             for m in range(rows):
                 xs = _load(b, x, b.add(b.mul(x_stride, _i64(m)), at))
                 for n in range(cols):
@@ -72,7 +82,7 @@ def add_dots(typingctx, x, x_at, x_stride, w, w_at, w_stride, k, out, out_at, ou
                 b.store(b.fadd(b.load(where), total), where)
         return context.get_dummy_value()
 
-    return types.void(x, x_at, x_stride, w, w_at, w_stride, k, out, out_at, out_stride, mb, nb), codegen
+    return types.void(x, x_at, x_stride, w, w_at, w_stride, k, out, out_at, out_stride, ahead, mb, nb), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -113,6 +123,17 @@ def pointer(typingctx, address):  # type: ignore[no-untyped-def]
         return b.inttoptr(args[0], cgutils.voidptr_t)
 
     return types.voidptr(address), codegen
+
+
+@intrinsic
+def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
+    """Fetch the cache line at the address; any address will do."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        _prefetch(b, b.inttoptr(args[0], ir.IntType(8).as_pointer()), _i64(0))
+        return context.get_dummy_value()
+
+    return types.void(address), codegen
 
 
 @intrinsic
