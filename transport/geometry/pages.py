@@ -9,6 +9,7 @@ the staging buffer of kv_path host seen as one big block: K [N, H, D], then V [N
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ PageOrder = Literal["LBHNC", "LBNHC"]
 Packing = Literal["plain", "vec", "amx", "linear"]
 
 Array = npt.NDArray[np.generic]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -66,32 +68,42 @@ class PageLayout:
             return (num_blocks, self.block_size, self.num_kv_heads, 2 * self.head_dim)
         return (num_blocks, self.num_kv_heads, self.block_size, 2 * self.head_dim)
 
-    def offsets(self, v: bool) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(head stride, row offsets [N], column offsets [D]), in elements.
+    def offsets(self, v: bool) -> tuple[int, Ints, Ints]:
+        """(head stride, row offsets [N], column offsets [D]), in elements; read-only arrays.
 
         Element (head, row n, dim d) of K (or V) of a block lies at
         `head * stride + rows[n] + columns[d]` from the block's start: every layout here is separable.
         """
-        n = np.arange(self.block_size, dtype=np.int64)
-        d = np.arange(self.head_dim, dtype=np.int64)
-        size, dims, heads = self.block_size, self.head_dim, self.num_kv_heads
-        if self.packing == "plain":
-            stride, step = (2 * dims, 2 * dims * heads) if self.order == "LBNHC" else (2 * dims * size, 2 * dims)
-            return stride, n * step + (dims if v else 0), d
-        if self.packing == "linear":
-            return dims, n * (heads * dims) + (size * heads * dims if v else 0), d
-        stride = 2 * size * dims
-        if self.packing == "vec":
-            return (stride, n * dims + size * dims, d) if v else (stride, n, d * size)
-        if v:
-            return stride, n // 2 * 32 + n % 2 + size * dims, d // 16 * (16 * size) + d % 16 * 2
-        return stride, n // 16 * (16 * dims) + n % 16 * 2, d // 2 * 32 + d % 2
+        return _offsets(self, v)
 
-    def index(self, v: bool) -> npt.NDArray[np.int64]:
+    def index(self, v: bool) -> Ints:
         """int64 [H, N, D]: element offsets of K (or V) within a block."""
         stride, rows, columns = self.offsets(v)
         heads = np.arange(self.num_kv_heads, dtype=np.int64) * stride
         return heads[:, None, None] + rows[None, :, None] + columns[None, None, :]
+
+
+@lru_cache(maxsize=64)
+def _offsets(layout: PageLayout, v: bool) -> tuple[int, Ints, Ints]:
+    size, dims, heads = layout.block_size, layout.head_dim, layout.num_kv_heads
+    n, d = np.arange(size, dtype=np.int64), np.arange(dims, dtype=np.int64)
+    page = 2 * size * dims
+    if layout.packing == "plain":
+        stride, step = (2 * dims, 2 * dims * heads) if layout.order == "LBNHC" else (page, 2 * dims)
+        rows, columns = n * step + (dims if v else 0), d
+    elif layout.packing == "linear":
+        stride, rows, columns = dims, n * (heads * dims) + (size * heads * dims if v else 0), d
+    elif layout.packing == "vec":
+        stride = page
+        rows, columns = (n * dims + size * dims, d) if v else (n, d * size)
+    elif v:
+        stride, rows = page, n // 2 * 32 + n % 2 + size * dims
+        columns = d // 16 * (16 * size) + d % 16 * 2
+    else:
+        stride, rows, columns = page, n // 16 * (16 * dims) + n % 16 * 2, d // 2 * 32 + d % 2
+    for array in (rows, columns):
+        array.flags.writeable = False
+    return stride, rows, columns
 
 
 def unpack_pages(pages: Array, layout: PageLayout) -> tuple[Array, Array]:

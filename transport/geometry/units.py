@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -65,9 +66,16 @@ def units_in_range(geometry: KVGeometry, dst_blocks: Sequence[int], start: int, 
     """
     size = geometry.block_size
     check_range(start, stop, len(dst_blocks) * size)
-    table = np.asarray(dst_blocks, np.int64)[start // size : -(-stop // size)]
-    if table.min() < 0 or table.max() >= geometry.num_blocks:
-        raise ValueError(f"block ids {table.min()}…{table.max()} are outside the pool's {geometry.num_blocks} blocks")
+    used = tuple(map(int, dst_blocks[start // size : -(-stop // size)]))
+    if min(used) < 0 or max(used) >= geometry.num_blocks:
+        raise ValueError(f"block ids {min(used)}…{max(used)} are outside the pool's {geometry.num_blocks} blocks")
+    return _units(geometry, used, start, stop)
+
+
+@lru_cache(maxsize=8)
+def _units(geometry: KVGeometry, used: tuple[int, ...], start: int, stop: int) -> Units:
+    """Cached: a push asks for the same range once per layer. `used` are the range's blocks alone."""
+    size, table = geometry.block_size, np.asarray(used, np.int64)
     columns = geometry.head_dim // TILE if geometry.layout == "npu" else 1
     rows_per_block = size // TILE
     tile = np.arange(start // TILE, -(-stop // TILE))
@@ -76,13 +84,16 @@ def units_in_range(geometry: KVGeometry, dst_blocks: Sequence[int], start: int, 
     row_index = (block[:, None] * geometry.num_kv_heads + heads) * rows_per_block + row[:, None]
     page = row_index[:, :, None] * columns + column
     channels, slots = page % geometry.num_channels, page // geometry.num_channels
-    return Units(
+    units = Units(
         unit_bytes=unit_bytes(geometry),
         channels=channels,
         slots=slots,
         order=np.lexsort((slots.reshape(-1), channels.reshape(-1))),
         counts=np.bincount(channels.reshape(-1), minlength=geometry.num_channels),
     )
+    for array in (units.channels, units.slots, units.order, units.counts):
+        array.flags.writeable = False
+    return units
 
 
 def unit_bytes(geometry: KVGeometry) -> int:

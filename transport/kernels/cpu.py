@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from transport.geometry.floats import ITEM_BYTES, SourceDtype
 from transport.geometry.kv import FACE, TILE, KVGeometry
+from transport.geometry.pages import PageLayout
 from transport.geometry.plan import all_tensors, staging_size
 from transport.geometry.units import units_in_range
 from transport.kernels.faces import LINE, Load
@@ -63,7 +64,7 @@ def transform(
     staging = aligned_bytes(staging_size(units, len(chosen)))
     first, step = units.staging_positions(len(chosen))
     for i, tensor in enumerate(chosen):
-        addresses = staging.ctypes.data + (first + i * step) * units.unit_bytes
+        addresses = address(staging) + (first + i * step) * units.unit_bytes
         job.run(tensor, addresses, aligned=True)
     return staging
 
@@ -84,7 +85,7 @@ def to_linear(
     tensor_bytes = job.tiles * TILE * row_bytes
     staging = aligned_bytes(len(chosen) * tensor_bytes)
     tile, head = np.arange(job.tiles)[:, None], np.arange(geometry.num_kv_heads)
-    first = staging.ctypes.data + tile * TILE * row_bytes + head * head_bytes
+    first = address(staging) + tile * TILE * row_bytes + head * head_bytes
     for i, tensor in enumerate(chosen):
         job.copy_rows(tensor, first + i * tensor_bytes, row_bytes)
     return staging
@@ -105,10 +106,16 @@ def from_linear(
     return transform_into(channels, bases, geometry, dst_blocks, source, [0], start, prompt_tokens)
 
 
+def prepare(geometry: KVGeometry, layout: PageLayout) -> None:
+    """Compile what transforms between the two need (up to a second), so that no request waits for it."""
+    for v in (False, True):
+        kernel(_variant(geometry, layout, v, aligned=True))
+
+
 def aligned_bytes(length: int) -> Bytes:
     """Uninitialised uint8 [length] that begins on a cache line."""
     memory = np.empty(length + LINE, np.uint8)
-    skip = -memory.ctypes.data % LINE
+    skip = -address(memory) % LINE
     return memory[skip : skip + length]
 
 
@@ -118,13 +125,18 @@ def _channel_addresses(channels: Sequence[Bytes], bases: Sequence[int], geometry
             f"{len(channels)} channels and {len(bases)} bases, the pool has "
             f"{geometry.num_channels} and {geometry.num_tensors}"
         )
-    end = max(bases) + geometry.bank_bytes
+    first, end = min(bases), max(bases) + geometry.bank_bytes
     for index, memory in enumerate(channels):
         if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous or not memory.flags.writeable:
             raise ValueError(f"channel {index} must be writable contiguous uint8 [n]")
-        if min(bases) < 0 or memory.size < end:
-            raise ValueError(f"channel {index} has {memory.size} bytes, the tensors end at {end}")
-    return np.asarray([memory.ctypes.data for memory in channels], np.int64)
+        if first < 0 or memory.size < end:
+            raise ValueError(f"channel {index} has {memory.size} bytes, the tensors lie in [{first}, {end})")
+    return np.asarray([address(memory) for memory in channels], np.int64)
+
+
+def address(array: npt.NDArray[np.generic]) -> int:
+    """Address of an array's first byte."""
+    return int(array.__array_interface__["data"][0])
 
 
 class _Job:
@@ -143,51 +155,51 @@ class _Job:
         self._blocks = block * layout.block_elements
         self._sides = (self._side(v=False), self._side(v=True))
 
-    def _side(self, v: bool) -> tuple[Load, Ints, int, int, int]:
-        """(load, byte offset of each group of 16 rows, head, row and column strides in bytes) of K or V."""
-        layout, item = self._source.layout, self._item
-        head_stride, rows, columns = layout.offsets(v)
-        load: Load = "rows"
-        if layout.packing == "amx":
-            load = "amx_v" if v else "amx_k"
-        elif layout.packing == "vec" and not v:
-            load = "columns"
+    def _side(self, v: bool) -> tuple[Ints, int, int, int]:
+        """(byte offset of each group of 16 rows; head, row and column strides in bytes) of K or V."""
+        head_stride, rows, columns = self._source.layout.offsets(v)
         # columns are equally spaced from one group of 16 to the next in every packing
-        column_stride = int(columns[FACE] - columns[0]) * item // FACE
-        groups = (self._blocks + rows[self._rows]) * item
-        return load, groups, head_stride * item, int(rows[1] - rows[0]) * item, column_stride
+        column_stride = int(columns[FACE] - columns[0]) * self._item // FACE
+        groups = (self._blocks + rows[self._rows]) * self._item
+        return groups, head_stride * self._item, int(rows[1] - rows[0]) * self._item, column_stride
 
     def run(self, tensor: int, units: Ints, aligned: bool) -> None:
         """Write one tensor in the pool's layout; `units`: int64 [T, H, C] addresses of its units."""
         geometry = self._geometry
-        rows = geometry.layout == "gpu"
-        interleave = geometry.rope == "interleaved" and tensor % 2 == 0
-        load = self._sides[tensor % 2][0]
-        variant = Variant(load, interleave, self._source.layout.dtype, geometry.dtype, rows, aligned)
-        stride = geometry.page_bytes // TILE**2 * geometry.head_dim if rows else 0
-        self._call(variant, tensor, units, stride)
+        stride = geometry.page_bytes // TILE**2 * geometry.head_dim if geometry.layout == "gpu" else 0
+        self._call(_variant(geometry, self._source.layout, tensor % 2 == 1, aligned), tensor, units, stride)
 
     def copy_rows(self, tensor: int, units: Ints, row_stride: int) -> None:
         """Write one tensor row-major, elements as they are; `units`: int64 [T, H] addresses of its first rows."""
         bits: Literal["float32", "bfloat16"] = "float32" if self._item == 4 else "bfloat16"
-        variant = Variant(self._sides[tensor % 2][0], False, bits, bits, rows=True, streaming=True)
-        self._call(variant, tensor, units, row_stride)
+        load = _load(self._source.layout, tensor % 2 == 1)
+        self._call(Variant(load, False, bits, bits, rows=True, streaming=True), tensor, units, row_stride)
 
     def _call(self, variant: Variant, tensor: int, units: Ints, target_stride: int) -> None:
-        _, groups, head_stride, row_stride, column_stride = self._sides[tensor % 2]
+        groups, head_stride, row_stride, column_stride = self._sides[tensor % 2]
         units = np.ascontiguousarray(units)
-        geometry = self._geometry
         kernel(variant)(
             self.tiles,
-            geometry.num_kv_heads,
-            geometry.head_dim // TILE,
-            self._source.layers[tensor // 2].ctypes.data,
-            groups.ctypes.data,
-            self._valid.ctypes.data,
-            units.ctypes.data,
+            self._geometry.num_kv_heads,
+            self._geometry.head_dim // TILE,
+            address(self._source.layers[tensor // 2]),
+            address(groups),
+            address(self._valid),
+            address(units),
             head_stride,
             row_stride,
             column_stride,
-            geometry.head_dim,
+            self._geometry.head_dim,
             target_stride,
         )
+
+
+def _load(layout: PageLayout, v: bool) -> Load:
+    if layout.packing == "amx":
+        return "amx_v" if v else "amx_k"
+    return "columns" if layout.packing == "vec" and not v else "rows"
+
+
+def _variant(geometry: KVGeometry, layout: PageLayout, v: bool, aligned: bool) -> Variant:
+    interleave = geometry.rope == "interleaved" and not v
+    return Variant(_load(layout, v), interleave, layout.dtype, geometry.dtype, geometry.layout == "gpu", aligned)

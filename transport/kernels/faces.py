@@ -164,26 +164,40 @@ def bfloat16_bits(b: Builder, bits: Value) -> Value:
     return b.trunc(b.select(is_nan, b.or_(upper, splat(0x40)), rounded), vector(I16, FACE))
 
 
-def block_float(b: Builder, bits: Value, mantissa_bits: int) -> tuple[Value, Value]:
-    """float32 bits of a face row → (shared exponent as i8, codes as <16 x i8>), as `tiles` defines them."""
-    exponent = b.and_(b.lshr(bits, splat(23)), splat(0xFF))
-    reduce = b.module.declare_intrinsic("llvm.vector.reduce.umax.v16i32", fnty=ir.FunctionType(I32, [exponent.type]))
+def block_float(b: Builder, row: Value, source: SourceDtype, mantissa_bits: int) -> tuple[Value, Value]:
+    """A face row → (shared exponent as i8, codes as <16 x i8>), as `tiles` defines them.
+
+    bf16 stays in 16-bit lanes: an 8-bit significand shifted so far that a bit falls off 15 is below a half anyway.
+    """
+    if source == "bfloat16":
+        bits, element, fraction, width = row, I16, 7, 15
+    else:
+        bits, element, fraction, width = float_bits(b, row, source), I32, 23, 24
+    lane = element.width
+
+    def const(value: int) -> Value:
+        return splat(value, element)
+
+    def minimum(value: Value, limit: int) -> Value:
+        return b.select(b.icmp_unsigned("<", value, const(limit)), value, const(limit))
+
+    exponent = b.and_(b.lshr(bits, const(fraction)), const(0xFF))
+    reduce = b.module.declare_intrinsic(
+        f"llvm.vector.reduce.umax.v16i{lane}", fnty=ir.FunctionType(element, [exponent.type])
+    )
     shared = b.call(reduce, [exponent])
-    lanes = shuffle(b, b.insert_element(splat(0), shared, I32(0)), splat(0), [0] * FACE)
-    mantissa = b.or_(b.and_(bits, splat(0x7FFFFF)), splat(0x800000))
-    mantissa = b.select(b.icmp_unsigned("==", exponent, splat(0)), splat(0), mantissa)
-    mantissa = b.lshr(mantissa, _minimum(b, b.sub(lanes, exponent), 31))
-    drop = 24 - mantissa_bits
-    odd = b.and_(b.lshr(mantissa, splat(drop)), splat(1))
-    rounded = b.lshr(b.add(mantissa, b.add(splat((1 << (drop - 1)) - 1), odd)), splat(drop))
-    rounded = _minimum(b, rounded, (1 << mantissa_bits) - 1)
-    sign = b.shl(b.lshr(bits, splat(31)), splat(mantissa_bits))
-    signed = b.select(b.icmp_unsigned("==", rounded, splat(0)), splat(0), b.or_(sign, rounded))
+    shared_lanes = shuffle(b, b.insert_element(const(0), shared, I32(0)), const(0), [0] * FACE)
+    mantissa = b.or_(b.and_(bits, const((1 << fraction) - 1)), const(1 << fraction))
+    mantissa = b.shl(mantissa, const(width - fraction - 1))
+    mantissa = b.select(b.icmp_unsigned("==", exponent, const(0)), const(0), mantissa)
+    mantissa = b.lshr(mantissa, minimum(b.sub(shared_lanes, exponent), lane - 1))
+    drop = width - mantissa_bits
+    odd = b.and_(b.lshr(mantissa, const(drop)), const(1))
+    rounded = b.lshr(b.add(mantissa, b.add(const((1 << (drop - 1)) - 1), odd)), const(drop))
+    rounded = minimum(rounded, (1 << mantissa_bits) - 1)
+    sign = b.shl(b.lshr(bits, const(lane - 1)), const(mantissa_bits))
+    signed = b.select(b.icmp_unsigned("==", rounded, const(0)), const(0), b.or_(sign, rounded))
     return b.trunc(shared, I8), b.trunc(signed, vector(I8, FACE))
-
-
-def _minimum(b: Builder, value: Value, limit: int) -> Value:
-    return b.select(b.icmp_unsigned("<", value, splat(limit)), value, splat(limit))
 
 
 def encode_rows(
@@ -192,14 +206,13 @@ def encode_rows(
     """Rows of a face → (their bytes in the target dtype, one vector each; shared exponents of a block float)."""
     if source == target:
         return list(rows), []
-    bits = [float_bits(b, row, source) for row in rows]
     if target == "float32":
-        return bits, []
+        return [float_bits(b, row, source) for row in rows], []
     if target == "bfloat16":
-        return [bfloat16_bits(b, row) for row in bits], []
+        return [bfloat16_bits(b, float_bits(b, row, source)) for row in rows], []
     data, exponents = [], []
-    for row in bits:
-        exponent, codes = block_float(b, row, MANTISSA_BITS[target])
+    for row in rows:
+        exponent, codes = block_float(b, row, source, MANTISSA_BITS[target])
         if target == "bfp4_b":
             low, high = (shuffle(b, codes, codes, range(start, FACE, 2)) for start in (0, 1))
             codes = b.or_(low, b.shl(high, splat(4, I8, 8)))
