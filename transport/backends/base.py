@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from transport.messages import Lease, Region, Writer
+from transport.messages import Lease, Writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Run:
 
 
 class LeaseWriter(Protocol):
-    """Writes one lease. Not thread-safe: one thread at a time."""
+    """Writes one lease. Not thread-safe: one thread at a time, but for `abort`."""
 
     @property
     def mapped(self) -> Sequence[np.ndarray] | None:
@@ -49,11 +49,14 @@ class LeaseWriter(Protocol):
         Raises LeaseRevoked when fenced, PushFailed when the peer is gone or a run leaves its region.
         """
 
+    def count(self, num_bytes: int) -> None:
+        """Account for bytes stored through `mapped`; `write` does so itself."""
+
     def complete(self, timeout_s: float) -> None:
         """Say that everything was written and wait until D acknowledges. Raises LeaseRevoked, PushFailed."""
 
     def abort(self, reason: str) -> None:
-        """Give up: D learns the reason and frees the lease. Never raises; idempotent."""
+        """Give up: D learns the reason and frees the lease. Never raises; idempotent; from any thread."""
 
 
 class PoolWriter(Protocol):
@@ -109,6 +112,5 @@ class Receiver(Protocol):
     async def close(self) -> None: ...
 
 
-#: (regions to hand out, host mappings of them) as a backend needs them to build a receiver
-RegionViews = Sequence[tuple[Region, np.ndarray]]
+#: called once, in a thread of the backend, with the reason, when a pool's connection breaks
 OnLost = Callable[[str], None]

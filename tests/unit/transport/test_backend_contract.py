@@ -1,0 +1,387 @@
+"""The data-plane contract, the same for every backend: what a push does, and what a fence guarantees."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from backend_harness import POISON, REGION_BYTES, TOKEN, WRITER, Pool, ShmBackend
+
+from transport.backends import connect
+from transport.backends.base import LeaseWriter, PoolWriter, Run
+from transport.errors import AuthenticationFailed, LeaseRevoked, Overloaded, PushFailed, StaleGeneration, WorkerLost
+from transport.messages import Writer
+
+BACKENDS = {"shm": ShmBackend}
+
+
+@pytest.fixture(params=BACKENDS)
+async def backend(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[ShmBackend]:
+    backend = BACKENDS[request.param](tmp_path)
+    yield backend
+    await backend.close()
+
+
+@pytest.fixture
+async def pool(backend: ShmBackend) -> Pool:
+    return await backend.pool()
+
+
+async def join(pool: Pool, writer: Writer = WRITER, on_lost: Callable[[str], None] | None = None) -> PoolWriter:
+    connected = await asyncio.to_thread(connect, pool.description, writer, TOKEN, on_lost=on_lost)
+    assert await pool.events.wait() == ("writer_joined", writer)
+    return connected
+
+
+@pytest.fixture
+async def writer(pool: Pool) -> AsyncIterator[PoolWriter]:
+    connected = await join(pool)
+    yield connected
+    await asyncio.to_thread(connected.close)
+
+
+def pattern(length: int, value: int = 7) -> np.ndarray:
+    return np.full(length, value, np.uint8)
+
+
+async def fenced_soon(task: asyncio.Task[None]) -> bool:
+    """Whether a fence returns within a time in which it would if nothing held it back."""
+    done, _ = await asyncio.wait([task], timeout=0.2)
+    return bool(done)
+
+
+# ---- pushing ---------------------------------------------------------------------------------------
+
+
+async def test_runs_land_where_they_say_and_nowhere_else(pool: Pool, writer: PoolWriter) -> None:
+    staging = np.random.default_rng(0).integers(0, 256, 300_000, dtype=np.uint8)
+    runs = [
+        Run(0, 0, 5, 100),
+        Run(1, 100, 0, 200_000),
+        Run(0, 299_999, REGION_BYTES - 1, 1),
+        Run(1, 7, 700_000, 40_000),
+    ]
+    expected = [np.full(REGION_BYTES, POISON, np.uint8) for _ in range(2)]
+    for run in runs:
+        expected[run.region][run.remote_offset :][: run.length] = staging[run.local_offset :][: run.length]
+    lease = writer.open(pool.grant("a"))
+    await asyncio.to_thread(lease.write, staging, runs)
+    push = asyncio.create_task(asyncio.to_thread(lease.complete, 10.0))
+    assert await pool.events.wait() == ("landed", "a")
+    assert np.array_equal(pool.memory[0], expected[0])
+    assert np.array_equal(pool.memory[1], expected[1])
+    pool.receiver.acknowledge("a")
+    await push
+
+
+async def test_complete_waits_for_the_acknowledgement(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    push = asyncio.create_task(asyncio.to_thread(lease.complete, 10.0))
+    assert await pool.events.wait() == ("landed", "a")
+    assert not await fenced_soon(push)
+    pool.receiver.acknowledge("a")
+    await push
+
+
+async def test_complete_without_acknowledgement_fails_in_time(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    with pytest.raises(PushFailed, match=r"did not acknowledge lease a within 0\.1 s"):
+        await asyncio.to_thread(lease.complete, 0.1)
+
+
+async def test_a_completed_lease_cannot_be_written(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    push = asyncio.create_task(asyncio.to_thread(lease.complete, 10.0))
+    await pool.events.wait()
+    pool.receiver.acknowledge("a")
+    await push
+    with pytest.raises(PushFailed, match="completed"):
+        lease.write(pattern(10), [Run(0, 0, 0, 10)])
+    assert (pool.memory[0] == POISON).all()
+
+
+async def test_stores_through_the_mapping_land(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant())
+    if lease.mapped is None:
+        pytest.skip("this backend has no mapping")
+    with lease.chunk():
+        lease.mapped[1][10:20] = 3
+    assert (pool.memory[1][10:20] == 3).all()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(2, 0, 0, 1),
+        Run(-1, 0, 0, 1),
+        Run(0, 0, REGION_BYTES, 1),
+        Run(0, 0, REGION_BYTES - 5, 6),
+        Run(0, 0, -1, 1),
+        Run(0, 95, 0, 6),
+        Run(0, -1, 0, 1),
+        Run(0, 0, 0, -1),
+    ],
+)
+async def test_a_run_out_of_bounds_is_refused_by_name(pool: Pool, writer: PoolWriter, run: Run) -> None:
+    lease = writer.open(pool.grant("a"))
+    with pytest.raises(PushFailed, match=rf"run 1 of lease a .*region={run.region}, .*region {run.region} has"):
+        lease.write(pattern(100), [Run(0, 0, 0, 1), run])
+    assert all((region == POISON).all() for region in pool.memory)
+
+
+async def test_abort_tells_the_reason_once(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    lease.abort("engine failed")
+    lease.abort("again")
+    assert await pool.events.wait() == ("push_failed", "a", "engine failed")
+    with pytest.raises(PushFailed, match="engine failed"):
+        lease.write(pattern(10), [Run(0, 0, 0, 10)])
+    await pool.receiver.fence("a")
+    assert pool.events.queue.empty()
+
+
+async def test_abort_from_another_thread_waits_for_the_open_chunk(pool: Pool, writer: PoolWriter) -> None:
+    """Case 10: an abort in the middle of the hand-off is deferred past it."""
+    lease = writer.open(pool.grant("a"))
+    with lease.chunk():
+        await asyncio.to_thread(lease.abort, "client gone")
+        fence = asyncio.create_task(pool.receiver.fence("a"))
+        assert not await fenced_soon(fence)
+    await asyncio.wait_for(fence, 10)
+
+
+# ---- fencing ---------------------------------------------------------------------------------------
+
+
+async def test_a_fenced_lease_is_refused(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    await asyncio.wait_for(pool.receiver.fence("a"), 10)
+    with pytest.raises(LeaseRevoked, match="lease a was fenced by decode-0"):
+        lease.write(pattern(10), [Run(0, 0, 0, 10)])
+    with pytest.raises(LeaseRevoked), lease.chunk():
+        pytest.fail("the chunk was opened")
+    with pytest.raises(LeaseRevoked):
+        lease.complete(1.0)
+    assert (pool.memory[0] == POISON).all()
+
+
+async def test_case_09_a_fence_waits_for_the_open_chunk(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    with lease.chunk():
+        fence = asyncio.create_task(pool.receiver.fence("a"))
+        assert not await fenced_soon(fence)
+    await asyncio.wait_for(fence, 10)
+
+
+async def test_fences_of_other_leases_do_not_wait(pool: Pool, writer: PoolWriter) -> None:
+    busy, other = writer.open(pool.grant("busy")), writer.open(pool.grant("other"))
+    with busy.chunk():
+        await asyncio.wait_for(pool.receiver.fence("other"), 10)
+        with pytest.raises(LeaseRevoked):
+            other.write(pattern(1), [Run(0, 0, 0, 1)])
+
+
+async def test_a_lease_that_was_never_opened_is_fenced(pool: Pool, writer: PoolWriter) -> None:
+    lease = pool.grant("a")
+    await asyncio.wait_for(pool.receiver.fence("a"), 10)
+    with pytest.raises(LeaseRevoked, match="lease a"):
+        writer.open(lease)
+
+
+async def test_fences_are_idempotent_and_concurrent(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    with lease.chunk():
+        fences = [asyncio.create_task(pool.receiver.fence("a")) for _ in range(3)]
+        await asyncio.sleep(0)
+        fences[0].cancel()
+    await asyncio.wait_for(asyncio.gather(*fences[1:]), 10)
+    await asyncio.wait_for(pool.receiver.fence("a"), 10)
+    await asyncio.wait_for(pool.receiver.fence("never granted"), 10)
+
+
+async def test_a_fence_after_landing_wakes_the_waiting_writer(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    push = asyncio.create_task(asyncio.to_thread(lease.complete, 10.0))
+    await pool.events.wait()
+    await asyncio.wait_for(pool.receiver.fence("a"), 10)
+    with pytest.raises(LeaseRevoked):
+        await push
+
+
+async def test_a_fence_stops_a_long_write_between_chunks(backend: ShmBackend) -> None:
+    pool = await backend.pool(lengths=(64 << 20,))
+    writer = await join(pool)
+    lease = writer.open(pool.grant("a"))
+    staging = pattern(64 << 20)
+    started = threading.Event()
+
+    def push() -> None:
+        while True:
+            started.set()
+            lease.write(staging, [Run(0, 0, 0, len(staging))])
+
+    task = asyncio.create_task(asyncio.to_thread(push))
+    await asyncio.to_thread(started.wait)
+    await asyncio.wait_for(pool.receiver.fence("a"), 10)
+    pool.memory[0][:] = POISON
+    with pytest.raises(LeaseRevoked):
+        await task
+    assert (pool.memory[0] == POISON).all()
+    writer.close()
+
+
+async def test_case_09_bytes_of_the_next_owner_survive_many_fences(pool: Pool, writer: PoolWriter) -> None:
+    """Threads write as fast as they can while their leases are fenced; after a fence nothing changes."""
+    region = pool.memory[0]
+    area = REGION_BYTES // 4
+
+    def hammer(lease: LeaseWriter, part: int) -> None:
+        run = [Run(0, 0, part * area, area)]
+        staging = pattern(area, part)
+        with pytest.raises(LeaseRevoked):
+            while True:
+                lease.write(staging, run)
+
+    async def owner(part: int) -> None:
+        mine = region[part * area : (part + 1) * area]
+        for turn in range(25):
+            lease_id = f"{part}-{turn}"
+            task = asyncio.create_task(asyncio.to_thread(hammer, writer.open(pool.grant(lease_id)), part))
+            while (mine != part).any():
+                await asyncio.sleep(0)
+            await asyncio.wait_for(pool.receiver.fence(lease_id), 10)
+            mine[:] = POISON
+            await task
+            assert (mine == POISON).all()
+
+    await asyncio.gather(*(owner(part) for part in range(4)))
+
+
+async def test_slots_come_back(backend: ShmBackend) -> None:
+    pool = await backend.pool(slots=2)
+    writer = await join(pool)
+    for turn in range(10):
+        kept = writer.open(pool.grant(f"kept-{turn}"))
+        pool.grant(f"fenced-{turn}")
+        with pytest.raises(Overloaded):
+            pool.grant("one too many")
+        await asyncio.wait_for(pool.receiver.fence(f"fenced-{turn}"), 10)
+        kept.abort("done")
+        await pool.events.wait()
+    writer.close()
+
+
+# ---- who may write ---------------------------------------------------------------------------------
+
+
+async def test_a_wrong_token_is_refused(pool: Pool) -> None:
+    with pytest.raises(AuthenticationFailed):
+        await asyncio.to_thread(connect, pool.description, WRITER, "wrong")
+    assert pool.events.queue.empty()
+
+
+async def test_case_19_another_generation_of_the_pool_is_refused_by_name(backend: ShmBackend) -> None:
+    before = await backend.pool(generation="d1")
+    await before.receiver.close()
+    after = await backend.pool(generation="d2")
+    with pytest.raises(StaleGeneration, match="generation d2"):
+        await asyncio.to_thread(connect, before.description, WRITER, TOKEN)
+    writer = await join(after)
+    with pytest.raises(StaleGeneration, match="generation d1"):
+        writer.open(before.lease(after.receiver.grant("a", WRITER), "a"))
+    writer.close()
+
+
+async def test_a_grant_needs_the_connected_writer(pool: Pool, writer: PoolWriter) -> None:
+    with pytest.raises(WorkerLost, match="prefill-9 .* is not connected"):
+        pool.grant(writer=Writer(worker="prefill-9", generation="p1"))
+    with pytest.raises(WorkerLost, match="connected as generation p1"):
+        pool.grant(writer=Writer(worker="prefill-0", generation="p0"))
+
+
+async def test_a_forged_or_fenced_lease_cannot_be_opened(pool: Pool, writer: PoolWriter) -> None:
+    for slot in (0, 1, 1 << 16, 5 | 9 << 16, 1 << 40):
+        with pytest.raises(LeaseRevoked):
+            writer.open(pool.lease(slot, "forged"))
+
+
+async def test_a_lease_of_an_earlier_connection_is_dead(pool: Pool) -> None:
+    first = await join(pool)
+    old = pool.grant("old")
+    await asyncio.to_thread(first.close)
+    assert await pool.events.wait() == ("writer_lost", WRITER)
+    second = await join(pool)
+    pool.grant("new")
+    with pytest.raises(LeaseRevoked):
+        second.open(old)
+    second.close()
+
+
+# ---- losing each other -----------------------------------------------------------------------------
+
+
+async def test_a_writer_that_goes_fences_its_leases(pool: Pool) -> None:
+    writer = await join(pool)
+    writer.open(pool.grant("a"))
+    await asyncio.to_thread(writer.close)
+    assert not writer.alive
+    assert await pool.events.wait() == ("writer_lost", WRITER)
+    await asyncio.wait_for(pool.receiver.fence("a"), 10)
+    with pytest.raises(WorkerLost):
+        pool.grant("b")
+
+
+async def test_closing_waits_for_the_open_chunk(pool: Pool) -> None:
+    writer = await join(pool)
+    lease = writer.open(pool.grant("a"))
+    with lease.chunk():
+        closing = asyncio.create_task(asyncio.to_thread(writer.close))
+        fence = asyncio.create_task(pool.receiver.fence("a"))
+        assert not await fenced_soon(fence)
+    await asyncio.wait_for(fence, 10)
+    await closing
+
+
+async def test_case_18_20_a_restarted_receiver_is_noticed_and_reached_again(backend: ShmBackend) -> None:
+    before = await backend.pool(generation="d1")
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    writer = await join(before, on_lost=lambda reason: loop.call_soon_threadsafe(lost.put_nowait, reason))
+    lease = writer.open(before.grant("a"))
+    await before.receiver.close()
+    assert await asyncio.wait_for(lost.get(), 10)
+    assert not writer.alive
+    with pytest.raises(PushFailed, match="decode-0"):
+        lease.write(pattern(10), [Run(0, 0, 0, 10)])
+    with pytest.raises(PushFailed):
+        writer.open(before.lease(1 << 16, "b"))
+    lease.abort("never raises")
+    after = await backend.pool(generation="d2")
+    again = await join(after)
+    lease = again.open(after.grant("a"))
+    lease.write(pattern(10), [Run(0, 0, 0, 10)])
+    assert (after.memory[0][:10] == 7).all()
+    again.close()
+
+
+async def test_connecting_to_nothing_fails(backend: ShmBackend) -> None:
+    pool = await backend.pool()
+    await pool.receiver.close()
+    with pytest.raises(PushFailed, match="cannot connect to pool decode-0"):
+        await asyncio.to_thread(connect, pool.description, WRITER, TOKEN)
+
+
+async def test_case_21_two_connections_of_one_writer_are_kept_apart(pool: Pool) -> None:
+    first = await join(pool)
+    first.open(pool.grant("old"))
+    second = await join(pool)
+    lease = second.open(pool.grant("new"))
+    await asyncio.to_thread(first.close)
+    event = await pool.events.wait()
+    assert event[:2] == ("push_failed", "old")
+    lease.write(pattern(10), [Run(0, 0, 0, 10)])
+    second.close()
