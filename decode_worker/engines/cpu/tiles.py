@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray
 
 from decode_worker.engines.cpu.jit import kernel
-from decode_worker.engines.cpu.vector import bits_float, float_bits, pointer
+from decode_worker.engines.cpu.vector import decode_unit, float_bits, pointer
 
 #: how a kernel is told the dtype of the pool
 KIND = {"float32": 0, "bfloat16": 1, "bfp8_b": 2, "bfp4_b": 3}
@@ -19,68 +19,20 @@ _FACES, _FACE_ROWS, _EXPONENTS = 4, 16, 64
 
 
 @kernel()
-def _decode_float32(address, out, column):
-    tile = carray(pointer(address), (_FACES, 16, 16), np.float32)
-    for face in range(_FACES):
-        for r in range(16):
-            row = out[face // 2 * 16 + r]
-            at = column + face % 2 * 16
-            for i in range(16):
-                row[at + i] = tile[face, r, i]
-
-
-@kernel()
-def _decode_bfloat16(address, out, column):
-    tile = carray(pointer(address), (_FACES, 16, 16), np.uint16)
-    for face in range(_FACES):
-        for r in range(16):
-            row = out[face // 2 * 16 + r]
-            at = column + face % 2 * 16
-            for i in range(16):
-                row[at + i] = bits_float(np.uint32(tile[face, r, i]) << np.uint32(16))
-
-
-@kernel()
-def _decode_bfp8(address, out, column):
-    exponents = carray(pointer(address), (_FACES, 16), np.uint8)
-    tile = carray(pointer(address + _EXPONENTS), (_FACES, 16, 16), np.int8)
-    for face in range(_FACES):
-        for r in range(16):
-            row = out[face // 2 * 16 + r]
-            at = column + face % 2 * 16
-            scale = bits_float(np.uint32(exponents[face, r]) << np.uint32(23)) * np.float32(1 / 64)
-            for i in range(16):
-                code = np.int32(tile[face, r, i])
-                magnitude = code & np.int32(127)
-                row[at + i] = np.float32(-magnitude if code < 0 else magnitude) * scale
-
-
-@kernel()
-def _decode_bfp4(address, out, column):
-    exponents = carray(pointer(address), (_FACES, 16), np.uint8)
-    tile = carray(pointer(address + _EXPONENTS), (_FACES, 16, 8), np.uint8)
-    for face in range(_FACES):
-        for r in range(16):
-            row = out[face // 2 * 16 + r]
-            at = column + face % 2 * 16
-            scale = bits_float(np.uint32(exponents[face, r]) << np.uint32(23)) * np.float32(1 / 4)
-            for i in range(16):
-                code = np.int32(tile[face, r, i // 2]) >> np.int32(4 * (i % 2))
-                magnitude = code & np.int32(7)
-                row[at + i] = np.float32(-magnitude if code & np.int32(8) else magnitude) * scale
-
-
-@kernel()
 def decode_tile(kind, address, out, column):
-    """The tile at `address` → out[0:32, column:column + 32], float32."""
-    if kind == 0:
-        _decode_float32(address, out, column)
-    elif kind == 1:
-        _decode_bfloat16(address, out, column)
-    elif kind == 2:
-        _decode_bfp8(address, out, column)
-    else:
-        _decode_bfp4(address, out, column)
+    """The tile at `address` → out[0:32, column:column + 32], float32, C-contiguous."""
+    width, codes = out.shape[1], address + _EXPONENTS
+    for unit in range(_FACES * _FACE_ROWS):
+        face, row = unit // _FACE_ROWS, unit % _FACE_ROWS
+        at = (face // 2 * 16 + row) * width + column + face % 2 * 16
+        if kind == 0:
+            decode_unit(address + unit * 64, 0, out, at, 32)
+        elif kind == 1:
+            decode_unit(address + unit * 32, 0, out, at, 16)
+        elif kind == 2:
+            decode_unit(codes + unit * 16, address + unit, out, at, 8)
+        else:
+            decode_unit(codes + unit * 8, address + unit, out, at, 4)
 
 
 @kernel()

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 LANES = 16
 
-_f32, _i16, _i32, _i64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_f32, _i8, _i16, _i32, _i64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 _vf32, _vi16, _vi32 = (ir.VectorType(t, LANES) for t in (_f32, _i16, _i32))
 _ZERO = ir.Constant(_vf32, [0.0] * LANES)
 
@@ -39,10 +39,27 @@ def _pointers(context: Any, b: Any, signature: Any, args: Any, *operands: int) -
 
 
 def _prefetch(b: Any, base: Any, index: Any) -> None:
-    byte = ir.IntType(8).as_pointer()
+    byte = _i8.as_pointer()
     signature = ir.FunctionType(ir.VoidType(), [byte, _i32, _i32, _i32])
     function = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0i8")
     b.call(function, [b.bitcast(b.gep(base, [index]), byte), _i32(0), _i32(3), _i32(1)])
+
+
+def _fold(b: Any, sums: list[Any]) -> Any:
+    """Lane i of the result is the sum over the lanes of sums[i] (at most 16).
+
+    Lane j is added to j + 8, then j + 4, j + 2, j + 1, however many there are; pairs share the shuffles.
+    """
+    undefined = ir.Constant(_vf32, ir.Undefined)
+    width = LANES
+    while width > 1:
+        blocks, half = range(0, 2 * LANES, width), width // 2
+        lower = ir.Constant(_vi32, [start + i for start in blocks for i in range(half)])
+        upper = ir.Constant(_vi32, [start + half + i for start in blocks for i in range(half)])
+        pairs = zip(sums[::2], [*sums[1::2], undefined], strict=False)
+        sums = [b.fadd(b.shuffle_vector(x, y, lower), b.shuffle_vector(x, y, upper)) for x, y in pairs]
+        width = half
+    return sums[0]
 
 
 def _fma(b: Any) -> Any:
@@ -63,9 +80,6 @@ def add_dots(typingctx, x, x_at, x_stride, w, w_at, w_stride, k, out, out_at, ou
         x, w, out = _pointers(context, b, signature, args, 0, 3, 7)
         x_stride, w_stride, k, out_stride = args[2], args[5], args[6], args[9]
         ahead, fma = args[10], _fma(b)
-        fold = cgutils.get_or_insert_function(
-            b.module, ir.FunctionType(_f32, [_f32, _vf32]), "llvm.vector.reduce.fadd.v16f32"
-        )
         acc = [[cgutils.alloca_once_value(b, _ZERO) for _ in range(cols)] for _ in range(rows)]
         with cgutils.for_range_slice(b, _i64(0), k, _i64(LANES), _i64) as (at, _):
             ws = [_load(b, w, b.add(b.mul(w_stride, _i64(n)), at)) for n in range(cols)]
@@ -75,11 +89,12 @@ def add_dots(typingctx, x, x_at, x_stride, w, w_at, w_stride, k, out, out_at, ou
                 xs = _load(b, x, b.add(b.mul(x_stride, _i64(m)), at))
                 for n in range(cols):
                     b.store(b.call(fma, [xs, ws[n], b.load(acc[m][n])]), acc[m][n])
+        short = ir.VectorType(_f32, cols)
+        first = ir.Constant(ir.VectorType(_i32, cols), list(range(cols)))
         for m in range(rows):
-            for n in range(cols):
-                total = b.call(fold, [ir.Constant(_f32, 0.0), b.load(acc[m][n])], fastmath=("reassoc",))
-                where = b.gep(out, [b.add(b.mul(out_stride, _i64(m)), _i64(n))])
-                b.store(b.fadd(b.load(where), total), where)
+            total = _fold(b, [b.load(each) for each in acc[m]])
+            where = _at(b, out, b.mul(out_stride, _i64(m)), short)
+            b.store(b.fadd(b.load(where, align=4), b.shuffle_vector(total, total, first)), where, align=4)
         return context.get_dummy_value()
 
     return types.void(x, x_at, x_stride, w, w_at, w_stride, k, out, out_at, out_stride, ahead, mb, nb), codegen
@@ -103,8 +118,7 @@ def add_weighted_rows(typingctx, p, p_at, p_stride, v, v_at, v_stride, count, ou
             vs = [_load(b, v, b.add(b.mul(v_stride, s), _i64(c * LANES))) for c in range(cols)]
             for m in range(rows):
                 weight = b.load(b.gep(p, [b.add(b.mul(p_stride, _i64(m)), s)]))
-                lane0 = b.insert_element(ir.Constant(_vf32, ir.Undefined), weight, _i32(0))
-                weights = b.shuffle_vector(lane0, ir.Constant(_vf32, ir.Undefined), ir.Constant(_vi32, [0] * LANES))
+                weights = _splat(b, weight)
                 for c in range(cols):
                     b.store(b.call(fma, [weights, vs[c], b.load(acc[m][c])]), acc[m][c])
         for m in range(rows):
@@ -113,6 +127,57 @@ def add_weighted_rows(typingctx, p, p_at, p_stride, v, v_at, v_stride, count, ou
         return context.get_dummy_value()
 
     return types.void(p, p_at, p_stride, v, v_at, v_stride, count, out, out_at, out_stride, mb, nb), codegen
+
+
+def _block_float(b: Any, codes: Any, exponent: Any, mantissa_bits: int) -> Any:
+    """sign·mantissa·2^(exponent - 126 - mantissa_bits) of 16 codes `sign << mantissa_bits | mantissa` in int32."""
+
+    def splat(value: int) -> Any:
+        return ir.Constant(_vi32, [value] * LANES)
+
+    largest = (1 << mantissa_bits) - 1
+    magnitude = b.sitofp(b.and_(codes, splat(largest)), _vf32)
+    sign = b.shl(b.and_(codes, splat(largest + 1)), splat(31 - mantissa_bits))
+    signed = b.bitcast(b.or_(b.bitcast(magnitude, _vi32), sign), _vf32)
+    scale = b.bitcast(b.shl(b.zext(exponent, _i32), _i32(23)), _f32)
+    scale = b.fmul(scale, ir.Constant(_f32, 2.0 ** (1 - mantissa_bits)))
+    return b.fmul(signed, _splat(b, scale))
+
+
+def _splat(b: Any, value: Any) -> Any:
+    undefined = ir.Constant(_vf32, ir.Undefined)
+    return b.shuffle_vector(b.insert_element(undefined, value, _i32(0)), undefined, ir.Constant(_vi32, [0] * LANES))
+
+
+@intrinsic(prefer_literal=True)
+def decode_unit(typingctx, codes, exponent, out, out_at, bits):  # type: ignore[no-untyped-def]
+    """16 elements at the address `codes` → out[out_at:out_at + 16] float32.
+
+    `bits` per element is a literal: 32 float32, 16 bfloat16, 8 and 4 block floats, whose shared exponent lies at
+    the address `exponent`.
+    """
+    width = bits.literal_value
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        (out,) = _pointers(context, b, signature, args, 2)
+        if width == 32:
+            values = _load(b, b.inttoptr(args[0], _f32.as_pointer()), _i64(0))
+        elif width == 16:
+            values = _load(b, b.inttoptr(args[0], _i16.as_pointer()), _i64(0))
+        else:
+            packed = ir.VectorType(_i8, 2 * width)
+            raw = b.load(b.inttoptr(args[0], packed.as_pointer()), align=1)
+            if width == 4:
+                raw = b.shuffle_vector(raw, raw, ir.Constant(_vi32, [i // 2 for i in range(LANES)]))
+            codes = b.zext(raw, _vi32)
+            if width == 4:
+                codes = b.lshr(codes, ir.Constant(_vi32, [0, 4] * (LANES // 2)))
+            shared = b.load(b.inttoptr(args[1], _i8.as_pointer()))
+            values = _block_float(b, codes, shared, width - 1)
+        b.store(values, _at(b, out, _i64(0), _vf32), align=4)
+        return context.get_dummy_value()
+
+    return types.void(codes, exponent, out, out_at, bits), codegen
 
 
 @intrinsic
@@ -130,7 +195,7 @@ def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
     """Fetch the cache line at the address; any address will do."""
 
     def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        _prefetch(b, b.inttoptr(args[0], ir.IntType(8).as_pointer()), _i64(0))
+        _prefetch(b, b.inttoptr(args[0], _i8.as_pointer()), _i64(0))
         return context.get_dummy_value()
 
     return types.void(address), codegen
