@@ -1,0 +1,1 @@
+"""The OpenAI surface: request schemas, rendering to token ids, and the answers, streamed or whole."""
