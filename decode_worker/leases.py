@@ -207,12 +207,14 @@ class LeaseTable:
         Nothing is held then.
         """
         self._check(owner, request)
-        prefix = self.blocks.find(request.block_hashes)
-        fresh = self._blocks_for(request.prompt_tokens + 1) - len(prefix)
-        if self.blocks.needed(prefix, fresh) > self.admissible:
-            raise Overloaded(f"{fresh} KV blocks needed, {self.admissible} of {self.blocks.total} to be had now")
-        now = self._clock()
         key = (owner, request.request_id)
+        prefix = self.blocks.find(request.block_hashes)
+        fresh = room = self._blocks_for(request.prompt_tokens + 1) - len(prefix)
+        if key in self._preempted:  # comes back only when there is room for all of it, lest it be preempted again
+            room = self._blocks_for(request.prompt_tokens + request.max_tokens - 1) - len(prefix)
+        if self.blocks.needed(prefix, room) > self.admissible:
+            raise Overloaded(f"{room} KV blocks needed, {self.admissible} of {self.blocks.total} to be had now")
+        now = self._clock()
         lease = LeaseRecord(
             id=f"{self._worker}-{self._generation[:8]}-{next(self._ids)}",
             request_id=request.request_id,
