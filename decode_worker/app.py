@@ -42,8 +42,12 @@ def run(settings: DecodeSettings) -> None:
     run_loop(main(settings))
 
 
-async def main(settings: DecodeSettings, make_engine: MakeEngine | None = None) -> None:
-    """`run` inside a running loop; `make_engine` in place of the configured engine."""
+async def main(
+    settings: DecodeSettings,
+    make_engine: MakeEngine | None = None,
+    on_started: Callable[[int], None] = lambda port: None,
+) -> None:
+    """`run` inside a running loop. `make_engine` replaces the configured engine; `on_started(port)`: it serves now."""
     sock = bind(settings.host, settings.port)  # before the model is loaded: a taken port is said at once
     try:
         device, worker, registry = _build(settings, make_engine or torch_engine)
@@ -54,6 +58,7 @@ async def main(settings: DecodeSettings, make_engine: MakeEngine | None = None) 
 
     def started(port: int) -> None:
         log.info("decode worker %s ready on %s port %d", worker.name, settings.host, port)
+        on_started(port)
 
     serving: asyncio.Task[None] | None = None
     working: asyncio.Task[None] | None = None
@@ -116,9 +121,12 @@ def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice
     socket_path = _socket_path(settings)
 
     def receiver(events: ReceiverEvents) -> Receiver:
-        return ShmReceiver(settings.name, generation, settings.secret, pool.handed_out(), events, socket_path)
+        made = ShmReceiver(settings.name, generation, settings.secret, pool.handed_out(), events, socket_path)
+        metrics.watch_data_plane(made.counters)
+        return made
 
     registry = CollectorRegistry()
+    metrics = DecodeMetrics(registry)
     worker = DecodeWorker(
         name=settings.name,
         generation=generation,
@@ -128,7 +136,7 @@ def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice
         engine=make_engine(settings, device, pool),
         endpoint=Endpoint(backend="shm", address=socket_path),
         make_receiver=receiver,
-        metrics=DecodeMetrics(registry),
+        metrics=metrics,
         limits=WorkerLimits(
             max_batch=settings.max_batch,
             status_interval_s=settings.status_interval_s,

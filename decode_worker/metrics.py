@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -48,6 +48,10 @@ class DecodeMetrics:
         """Export the state of these at every scrape."""
         self.registry.register(_State(leases, scheduler, device))
 
+    def watch_data_plane(self, counters: Mapping[str, int]) -> None:
+        """Export the data plane's totals, by event."""
+        self.registry.register(_DataPlane(counters))
+
 
 class _State(Collector):
     def __init__(self, leases: LeaseTable, scheduler: Scheduler, device: NpuDevice) -> None:
@@ -84,6 +88,17 @@ class _State(Collector):
         yield _counter("late_events", "Data-plane events about leases that had ended", "event", counts.late)
 
 
+class _DataPlane(Collector):
+    def __init__(self, counters: Mapping[str, int]) -> None:
+        self._counters = counters
+
+    def describe(self) -> list[CounterMetricFamily]:
+        return []
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield _counter("data_plane", "Data-plane totals, by event (bytes: bytes landed)", "event", self._counters)
+
+
 def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=[label])
     for key, value in values.items():
@@ -91,7 +106,7 @@ def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMet
     return family
 
 
-def _counter(name: str, text: str, label: str | None, values: dict[str, int]) -> CounterMetricFamily:
+def _counter(name: str, text: str, label: str | None, values: Mapping[str, int]) -> CounterMetricFamily:
     family = CounterMetricFamily(f"{PREFIX}_{name}", text, labels=[label] if label else [])
     for key, value in values.items():
         family.add_metric([key] if label else [], value)

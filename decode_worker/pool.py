@@ -15,7 +15,6 @@ from transport.errors import ConfigurationError
 from transport.geometry import KVGeometry
 from transport.geometry.floats import SourceDtype
 from transport.geometry.staging import scatter, staging_bytes
-from transport.kernels.reference import from_linear
 from transport.messages import Endpoint, KVPath, ModelInfo, PoolDescription, Region
 
 HandedOut = tuple[Region, int, int]
@@ -92,6 +91,9 @@ class KVPool:
             return
         landed = self._staging_memory[offset : offset + self.staging_bytes(prompt_tokens)]
         if self.kv_path == "host":
+            # Imported here: the compiler behind it is of use to this path alone.
+            from transport.kernels.cpu import from_linear
+
             from_linear(
                 channels,
                 self.bases,

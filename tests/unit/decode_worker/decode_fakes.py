@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
+from decode_worker.blocks import BlockPool
 from decode_worker.engines.scripted import ScriptedEngine
 from decode_worker.leases import LeaseLimits, LeaseTable
 from decode_worker.metrics import DecodeMetrics
@@ -100,9 +101,8 @@ class Router:
         self.arrived.set()
 
     def of(self, kind, request_id: str | None = None) -> list:
-        return [
-            m for m in self.messages if isinstance(m, kind) and request_id in (None, getattr(m, "request_id", None))
-        ]
+        found = [m for m in self.messages if isinstance(m, kind)]
+        return found if request_id is None else [m for m in found if m.request_id == request_id]
 
     def tokens(self, request_id: str) -> list[int]:
         return [t for i in self.items(request_id) for t in i.token_ids]
@@ -150,18 +150,16 @@ def reserve(
     )
 
 
-def table(num_blocks: int = 16, *, limits: LeaseLimits | None = None, max_model_len: int = 512, **more):
+def table(num_blocks: int = 16, *, limits: LeaseLimits | None = None, clock=None, **more):
     """(lease table, its receiver, clock, list of (request id, error code) that failed)."""
-    from decode_worker.blocks import BlockPool
-
-    receiver, clock, failed = FakeReceiver(), Clock(), []
+    receiver, clock, failed = FakeReceiver(), clock or Clock(), []
     leases = LeaseTable(
         BlockPool(num_blocks),
         receiver,
         worker="d0",
         generation="gen",
         block_size=BLOCK,
-        max_model_len=max_model_len,
+        max_model_len=512,
         limits=limits or LeaseLimits(ttl_s=30, max_hold_s=100, watermark=0),
         on_failed=lambda lease, error: failed.append((lease.request_id, error.code)),
         on_free=lambda: None,

@@ -105,9 +105,8 @@ async def test_case_07_and_12_the_reaper_frees_what_is_not_refreshed(state: Leas
 
 
 async def test_case_07_the_reaper_needs_no_traffic() -> None:
-    leases, _, clock, failed = table(limits=LeaseLimits(ttl_s=0.01, max_hold_s=1, watermark=0))
-    clock_time = asyncio.get_running_loop().time
-    leases._clock = clock_time
+    limits = LeaseLimits(ttl_s=0.01, max_hold_s=1, watermark=0)
+    leases, _, _, failed = table(limits=limits, clock=asyncio.get_running_loop().time)
     to_state(leases, LeaseState.WRITING, Router())
     reaper = asyncio.create_task(leases.reap_forever())
     async with asyncio.timeout(2):

@@ -10,6 +10,7 @@ from decode_fakes import BLOCK, MODEL, Bench
 
 from decode_worker.engines.scripted import continuation
 from decode_worker.leases import LeaseLimits
+from transport.errors import Overloaded
 from transport.messages import PreemptedNotice, Tokens
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -213,7 +214,7 @@ async def test_case_38_preemption_is_bounded_and_every_request_completes() -> No
                 notices = len(router.of(PreemptedNotice, name))
                 await bench.decode(router, lease, name, token, generated=len(out), max_tokens=wanted)
                 await router.until(
-                    lambda: router.finish(name) or len(router.of(PreemptedNotice, name)) > notices, timeout=20
+                    lambda n=notices: router.finish(name) or len(router.of(PreemptedNotice, name)) > n, timeout=20
                 )
                 out += router.tokens(name)[before:]
                 if router.finish(name):
@@ -225,8 +226,6 @@ async def test_case_38_preemption_is_bounded_and_every_request_completes() -> No
                 out.append(token)
 
         async def admitted(name: str, text: list[int], left: int):
-            from transport.errors import Overloaded
-
             while True:
                 try:
                     return await bench.reserve(router, name, text, left)

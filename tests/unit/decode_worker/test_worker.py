@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import numpy as np
 import pytest
 from decode_fakes import BLOCK, ROOT, WRITER, Bench, Router, statuses
 
-from decode_worker.engines.scripted import continuation
+from decode_worker.engines.scripted import continuation, row_value
 from decode_worker.leases import LeaseLimits, LeaseState
 from transport import prefix
 from transport.errors import EngineFailed, LeaseRevoked, Overloaded, ProtocolError
@@ -258,8 +259,8 @@ async def test_messages_that_are_not_for_a_decode_worker_are_refused() -> None:
         router = await bench.router()
         with pytest.raises(ProtocolError, match="takes no Prefilled"):
             await bench.worker.on_message(router, Prefilled(request_id="r", token_ids=(1,)))
+        lease = await bench.reserve(router, "r", PROMPT)
         with pytest.raises(ProtocolError, match="outside the vocabulary"):
-            lease = await bench.reserve(router, "r", PROMPT)
             await bench.decode(router, lease, "r", 97)
         await bench.idle()
 
@@ -269,10 +270,6 @@ async def test_messages_that_are_not_for_a_decode_worker_are_refused() -> None:
 
 def pages_of(bench: Bench, prompt: list[int]) -> tuple[Source, list[int]]:
     """The prompt's KV as a prefill worker has it: what the scripted engine would have stored, in GPU pages."""
-    import numpy as np
-
-    from decode_worker.engines.scripted import row_value
-
     layout = PageLayout(1, 32, 16, "LBHNC", "plain", "float32")
     count = -(-len(prompt) // 16)
     pages = np.zeros((count, 1, 16, 64), np.float32)

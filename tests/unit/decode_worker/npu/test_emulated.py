@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -132,7 +133,7 @@ def test_live_buffers_never_overlap_and_all_memory_comes_back(steps) -> None:
             for bank in range(3):
                 spans = sorted((b.address, npu.get_buffer_size_bank(b, bank)) for b in live)
                 spans = [(a, s) for a, s in spans if s]
-                assert all(a + s <= b for (a, s), (b, _) in zip(spans, spans[1:], strict=False))
+                assert all(a + s <= b for (a, s), (b, _) in pairwise(spans))
                 assert all(a % 64 == 0 and a + s <= 4 * KIB for a, s in spans)
         for buffer in live:
             npu.free(buffer)
