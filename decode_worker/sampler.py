@@ -20,10 +20,8 @@ from transport.messages import Logprob, Sampling
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM."""
 
-_CANDIDATES = 1024
-"""top_p first looks among this many most likely tokens; sorting the whole vocabulary is the exception."""
-
 Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.intp]
 
 
 @dataclass(slots=True)
@@ -75,23 +73,25 @@ def uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 0, position])).random())
 
 
-def kept(logits: Floats, row: SamplingParams) -> npt.NDArray[np.intp]:
+def kept(logits: Floats, row: SamplingParams) -> Ids:
     """Token ids, ascending, that min_p, top_k and top_p leave of one row of (raw) logits [V]."""
     scaled = logits / np.float32(row.temperature)
-    return _filter(scaled, float(scaled.max()), row)
+    ids = _filter(scaled, float(scaled.max()), row)
+    return np.arange(len(logits)) if ids is None else ids
 
 
 def _draw(logits: Floats, best: float, row: SamplingParams, position: int) -> int:
     scaled = (logits - np.float32(best)) / np.float32(row.temperature)
     ids = _filter(scaled, 0.0, row)
-    weights = np.exp(scaled[ids], dtype=np.float64)
-    cumulative = np.cumsum(weights)
+    cumulative = np.cumsum(np.exp(scaled if ids is None else scaled[ids]), dtype=np.float64)
     chosen = int(np.searchsorted(cumulative, uniform(row.seed, position) * cumulative[-1], side="right"))
-    return int(ids[min(chosen, len(ids) - 1)])
+    chosen = min(chosen, len(cumulative) - 1)
+    return chosen if ids is None else int(ids[chosen])
 
 
-def _filter(scaled: Floats, best: float, row: SamplingParams) -> npt.NDArray[np.intp]:
-    ids: npt.NDArray[np.intp] | None = None
+def _filter(scaled: Floats, best: float, row: SamplingParams) -> Ids | None:
+    """Token ids, ascending, that survive; None if no filter is on."""
+    ids: Ids | None = None
     if row.min_p > 0:
         ids = np.flatnonzero(scaled >= best + math.log(row.min_p))
         scaled = scaled[ids]
@@ -103,20 +103,20 @@ def _filter(scaled: Floats, best: float, row: SamplingParams) -> npt.NDArray[np.
     if row.top_p < 1:
         nucleus = _nucleus(scaled, best, row.top_p)
         ids = nucleus if ids is None else ids[nucleus]
-    return np.arange(len(scaled)) if ids is None else ids
+    return ids
 
 
-def _nucleus(scaled: Floats, best: float, top_p: float) -> npt.NDArray[np.intp]:
+def _nucleus(scaled: Floats, best: float, top_p: float) -> Ids:
     """Indices, ascending, of the fewest most likely entries whose probabilities reach `top_p`."""
-    weights = np.exp(scaled - np.float32(best), dtype=np.float64)
-    target = top_p * weights.sum()
-    for count in (min(_CANDIDATES, len(weights)), len(weights)):
-        part = np.argpartition(weights, len(weights) - count)[len(weights) - count :]
-        order = part[np.lexsort((part, -weights[part]))]
-        cumulative = np.cumsum(weights[order])
-        if cumulative[-1] >= target:
-            break
-    return np.sort(order[: int(np.searchsorted(cumulative, target, side="left")) + 1])
+    weights = np.exp(scaled - np.float32(best))
+    descending = np.sort(weights)[::-1]
+    cumulative = np.cumsum(descending, dtype=np.float64)
+    count = min(int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1, len(weights))
+    least = descending[count - 1]
+    inside = np.flatnonzero(weights >= least)
+    if (surplus := len(inside) - count) > 0:  # of equals, the lowest ids stay
+        inside = np.delete(inside, np.flatnonzero(weights[inside] == least)[-surplus:])
+    return inside
 
 
 def _logprob(logits: Floats, token: int, top: int) -> Logprob:
