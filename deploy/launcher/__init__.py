@@ -1,0 +1,1 @@
+"""`hawk up`: one cluster on this machine; planned, checked, started, watched and stopped."""
