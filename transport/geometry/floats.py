@@ -18,11 +18,13 @@ def storage_dtype(dtype: SourceDtype) -> np.dtype[np.generic]:
 
 
 def to_float32(values: npt.NDArray[np.generic], dtype: SourceDtype) -> npt.NDArray[np.float32]:
-    """Storage of `dtype` (any shape) → float32; exact."""
+    """Storage of `dtype` (any shape) → float32; exact, but fp16 NaNs come out quiet, as the hardware makes them."""
     if dtype == "float32":
         return values.astype(np.float32, copy=False)
     if dtype == "float16":
-        return values.view(np.float16).astype(np.float32)
+        wide = values.view(np.float16).astype(np.float32).view(np.uint32)
+        is_nan = (wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        return np.where(is_nan, wide | np.uint32(0x400000), wide).view(np.float32)
     return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
