@@ -214,12 +214,14 @@ class SessionServer:
                     if not isinstance(error, HawkError):
                         log.exception("%s of request %s failed", type(message).__name__, request_id)
                     session.send(Failed(request_id=request_id, error=ErrorInfo.of(error)))
+        except Exception as error:
+            log.exception("%r failed", session)
+            session.end(CLOSE_INTERNAL, f"{type(error).__name__}: {error}")
         finally:
             # Shielded: the router's requests must be freed even while this task is being cancelled.
             await asyncio.shield(asyncio.ensure_future(self._closed(session)))
 
     async def _closed(self, session: Session) -> None:
-        session.end(CLOSE_INTERNAL, "session handler ended")
         try:
             await self.handler.on_close(session)
         except Exception:

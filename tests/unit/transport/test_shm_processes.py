@@ -173,7 +173,7 @@ async def test_a_forked_child_neither_writes_nor_keeps_the_connection(pool: Pool
     finally:
         os.write(outside, b"x")
         os.close(outside)
-        _, status = os.waitpid(child, 0)
+        _, status = await asyncio.to_thread(os.waitpid, child, 0)
     assert os.WIFSIGNALED(status)
     assert os.WTERMSIG(status) == signal.SIGSEGV
     assert (pool.memory[0] == POISON).all()
