@@ -39,9 +39,7 @@ def check_python() -> Finding:
     version = f"{platform.python_implementation()} {platform.python_version()}, {sys.prefix}"
     if sys.version_info[:2] == (3, 11):
         return Finding("python", "ok", version)
-    if sys.version_info >= (3, 10):
-        return Finding("python", "warn", version, "the lock, and with it vLLM for CPUs, is for CPython 3.11")
-    return Finding("python", "fail", version, "CPython 3.11 is needed: PYTHON=/path/to/python3.11 make up")
+    return Finding("python", "warn", version, "the lock, and with it vLLM for CPUs, is for CPython 3.11")
 
 
 def check_packages() -> Finding:
