@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -122,7 +122,8 @@ class Cluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
-            self.show_logs()
+            for role in self.roles.values():
+                print(role.tail())
         self.close()
 
     # ---- start and stop
@@ -224,7 +225,3 @@ class Cluster:
         response = self.http.get(f"{self.url(name)}/metrics")
         response.raise_for_status()
         return Metrics.parse(response.text)
-
-    def show_logs(self, names: Iterable[str] = ()) -> None:
-        for name in names or self.roles:
-            print(self.roles[name].tail())
