@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 Drain = Callable[[], Awaitable[None]]
 
 
-def bind(host: str, port: int, *, unread_timeout_s: float | None = None) -> socket.socket:
+def bind(host: str, port: int, *, unread_timeout_s: float = 60.0) -> socket.socket:
     """A listening socket (port 0: any free one). Raises ConfigurationError if the address cannot be had.
 
     `unread_timeout_s`: connections whose peer does not take what was sent for so long are reset, so that a
@@ -33,8 +33,7 @@ def bind(host: str, port: int, *, unread_timeout_s: float | None = None) -> sock
         sock = socket.socket(info[0], socket.SOCK_STREAM)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if unread_timeout_s is not None:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(unread_timeout_s * 1000))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(unread_timeout_s * 1000))
             sock.bind(info[4])
             sock.listen(1024)
         except BaseException:

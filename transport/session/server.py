@@ -58,7 +58,10 @@ class SessionHandler(Protocol):
         """
 
     async def on_close(self, session: Session) -> None:
-        """The router is gone: free all that it had here. Called exactly once after `on_open`."""
+        """The router is gone: free all that this session had here. Called once after `on_open` was.
+
+        The same router may have attached anew by then: what it has belongs to the session, not to its name.
+        """
 
 
 class Session:
@@ -136,6 +139,12 @@ class SessionServer:
             await _close(websocket, CLOSE_VERSION, reason)
             return
         session = Session(attach, self._max_queue_bytes)
+        try:
+            session.send(self.handler.hello())
+        except Exception as error:
+            log.exception("no Hello for %s", attach.router)
+            await _close(websocket, CLOSE_INTERNAL, f"{type(error).__name__}: {error}")
+            return
         self._replace(session)
         await self._run(session, websocket)
 
@@ -153,14 +162,13 @@ class SessionServer:
         self.sessions[session.id] = session
 
     async def _run(self, session: Session, websocket: WebSocket) -> None:
-        session.send(self.handler.hello())
         inbox: asyncio.Queue[Message | Tokens] = asyncio.Queue(_INBOX_MESSAGES)
         liveness = Liveness(self._dead_after_s)
+        handling = asyncio.create_task(self._guard(session, lambda: self._handle(session, inbox)))
         tasks = [
             asyncio.create_task(self._guard(session, part))
             for part in (
                 lambda: self._read(session, websocket, inbox, liveness),
-                lambda: self._handle(session, inbox),
                 lambda: session.outbox.drain(websocket.send_bytes),
                 lambda: self._watch(session, liveness),
             )
@@ -172,10 +180,11 @@ class SessionServer:
             session.end(code, reason)
             self.sessions.pop(session.id, None)
             log.info("%r ended: %s", session, reason)
-            for task in tasks:
+            for task in (handling, *tasks):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await _close(websocket, code, reason)
+            await _close(websocket, code, reason)  # not after the clean-up, which may have to wait for a fence
+            await asyncio.gather(handling, return_exceptions=True)
 
     async def _guard(self, session: Session, part: Callable[[], Awaitable[None]]) -> None:
         """Whatever ends one part of a session ends the session, with the reason, and nothing else."""

@@ -133,7 +133,7 @@ async def test_a_run_out_of_bounds_is_refused_by_name(pool: Pool, writer: PoolWr
     assert all((region == POISON).all() for region in pool.memory)
 
 
-async def test_abort_tells_the_reason_once(pool: Pool, writer: PoolWriter) -> None:
+async def test_case_22_abort_tells_the_reason_once(pool: Pool, writer: PoolWriter) -> None:
     lease = writer.open(pool.grant("a"))
     lease.abort("engine failed")
     lease.abort("again")
@@ -144,8 +144,8 @@ async def test_abort_tells_the_reason_once(pool: Pool, writer: PoolWriter) -> No
     assert pool.events.queue.empty()
 
 
-async def test_abort_from_another_thread_waits_for_the_open_chunk(pool: Pool, writer: PoolWriter) -> None:
-    """Case 10: an abort in the middle of the hand-off is deferred past it."""
+async def test_case_10_abort_from_another_thread_waits_for_the_open_chunk(pool: Pool, writer: PoolWriter) -> None:
+    """An abort in the middle of the hand-off is deferred past it."""
     lease = writer.open(pool.grant("a"))
     with lease.chunk():
         await asyncio.to_thread(lease.abort, "client gone")
@@ -348,7 +348,7 @@ async def test_closing_waits_for_the_open_chunk(pool: Pool) -> None:
     await closing
 
 
-async def test_case_18_20_a_restarted_receiver_is_noticed_and_reached_again(backend: ShmBackend) -> None:
+async def test_case_18_and_20_a_restarted_receiver_is_noticed_and_reached_again(backend: ShmBackend) -> None:
     before = await backend.pool(generation="d1")
     lost: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()

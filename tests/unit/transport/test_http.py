@@ -166,12 +166,21 @@ def test_an_address_that_is_not_ours_is_named() -> None:
         bind("203.0.113.1", 0)
 
 
-def test_connections_inherit_the_unread_timeout() -> None:
-    with bind("127.0.0.1", 0, unread_timeout_s=5) as listener, socket.create_connection(listener.getsockname()):
-        listener.setblocking(True)
-        accepted, _ = listener.accept()
-        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 5000
-        accepted.close()
+async def test_a_peer_that_stops_reading_is_reset() -> None:
+    failed = asyncio.get_running_loop().create_future()
+
+    async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                writer.write(b"x" * 65536)
+                await writer.drain()
+        except OSError as error:
+            failed.set_result(error)
+
+    listener = bind("127.0.0.1", 0, unread_timeout_s=0.5)
+    async with await asyncio.start_server(pour, sock=listener):
+        with socket.create_connection(listener.getsockname()):
+            assert isinstance(await asyncio.wait_for(failed, 10), TimeoutError)
 
 
 async def never(scope: object, receive: object, send: object) -> None:

@@ -260,6 +260,32 @@ async def test_clean_up_runs_though_a_message_is_being_handled(url: str, handler
     await handler.expect("close")
 
 
+async def test_the_session_is_closed_though_its_clean_up_waits(url: str, handler: Recorder) -> None:
+    """Clean-up may have to wait for a fence, as long as a stopped writer stays stopped."""
+    release = asyncio.Event()
+
+    async def on_close(session: object) -> None:
+        await release.wait()
+
+    handler.on_close = on_close  # type: ignore[method-assign]
+    async with raw(url) as connection:
+        await attached(connection)
+        await connection.send(b"garbage")
+        code, _ = await closed(connection)
+        assert code == 4000
+    release.set()
+
+
+async def test_a_worker_that_cannot_greet_says_so(url: str, handler: Recorder) -> None:
+    def broken() -> Hello:
+        raise RuntimeError("no pool yet")
+
+    handler.hello = broken  # type: ignore[method-assign]
+    async with raw(url) as connection:
+        await connection.send(encode(ATTACH))
+        assert await closed(connection) == (4005, "RuntimeError: no pool yet")
+
+
 async def test_a_silent_router_is_dropped(url: str, handler: Recorder) -> None:
     async with raw(url) as connection:
         await attached(connection)
@@ -290,7 +316,7 @@ async def test_case_21_a_silent_worker_is_left_and_found_again() -> None:
             await router.expect("hello")
 
 
-async def test_case_18_19_a_restarted_worker_is_reached_and_known_as_another(handler: Recorder) -> None:
+async def test_case_18_and_19_a_restarted_worker_is_reached_and_known_as_another(handler: Recorder) -> None:
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
     async with worker(handler, sock) as url:
