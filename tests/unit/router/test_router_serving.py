@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -304,7 +305,7 @@ async def test_case_61_content_types(fleet: Fleet) -> None:
 async def test_characters_are_never_split(fleet: Fleet) -> None:
     """A character of several tokens comes whole or, cut off by max_tokens, not at all."""
     say = fleet.ids("aé🎉")
-    following = dict(zip(say, say[1:], strict=False))
+    following = dict(itertools.pairwise(say))
     for worker in (*fleet.prefill, *fleet.decode):
         worker.successor = lambda token: following[token]
     await fleet.start()
