@@ -88,14 +88,14 @@ class Leases(RuleBasedStateMachine):
             self.leases.preempt(victim)
 
     @rule(pick=picks)
-    def begin_step(self, pick: int) -> None:
-        if lease := self.one_of(pick, LeaseState.DECODING):
+    def begin_use(self, pick: int) -> None:
+        if lease := self.one_of(pick, LeaseState.RESERVED, LeaseState.WRITING, LeaseState.DECODING):
             self.leases.pin(lease)
             self.pinned.append(lease)
 
     @precondition(lambda self: self.pinned)
     @rule(pick=picks)
-    def end_step(self, pick: int) -> None:
+    def end_use(self, pick: int) -> None:
         self.leases.unpin(self.pinned.pop(pick % len(self.pinned)))
 
     @rule(pick=picks)
@@ -134,6 +134,7 @@ class Leases(RuleBasedStateMachine):
     def every_block_is_accounted_for(self) -> None:
         blocks = self.leases.blocks
         held = [lease for lease in self.all if lease.state is not LeaseState.FREED]
+        assert {lease.id for lease in held} >= set(self.receiver.open)  # nobody writes what is freed
         uses = Counter(block for lease in held for block in lease.blocks)
         assert blocks.held == len(uses)
         for lease in held:
