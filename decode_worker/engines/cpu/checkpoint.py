@@ -41,10 +41,20 @@ class ModelConfig:
 
 def read_config(model_dir: Path) -> ModelConfig:
     """Raises ConfigurationError for an unreadable config.json or a model that is not supported, by name."""
+    path = model_dir / "config.json"
     try:
-        raw: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
+        raw = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read {model_dir / 'config.json'}: {error}") from error
+        raise ConfigurationError(f"cannot read {path}: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigurationError(f"{path} holds no object")
+    try:
+        return _parse(raw)
+    except KeyError as error:
+        raise ConfigurationError(f"{path} has no field {error}") from error
+
+
+def _parse(raw: dict[str, Any]) -> ModelConfig:
     model_type = raw.get("model_type")
     architectures = raw.get("architectures") or [_SUPPORTED.get(str(model_type))]
     if model_type not in _SUPPORTED or architectures != [_SUPPORTED[model_type]]:
@@ -125,7 +135,9 @@ class _Tensors:
             raise ConfigurationError(f"the checkpoint has no tensor {name!r}")
         data, entry = self._found[name]
         if entry["dtype"] not in _STORED:
-            raise ConfigurationError(f"{name}: dtype {entry['dtype']} is not supported; supported: {', '.join(_STORED)}")
+            raise ConfigurationError(
+                f"{name}: dtype {entry['dtype']} is not supported; supported: {', '.join(_STORED)}"
+            )
         if tuple(entry["shape"]) != out.shape:
             raise ConfigurationError(f"{name}: shape {entry['shape']}, expected {list(out.shape)}")
         start, stop = entry["data_offsets"]

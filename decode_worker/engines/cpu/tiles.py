@@ -44,17 +44,16 @@ def _round_bfloat16(value):
 
 
 @kernel()
-def _block_float_code(value, exponent, mantissa_bits):
-    """sign << mantissa_bits | mantissa, hidden bit included, rounded to nearest even, clamped, no minus zero."""
+def _block_float_code(value, shared, mantissa_bits):
+    """sign << mantissa_bits | mantissa: aligned to the shared exponent by truncation, then rounded to nearest even."""
     bits = float_bits(value)
-    own = np.int64((bits >> np.uint32(23)) & np.uint32(255))
-    largest = np.int64((1 << mantissa_bits) - 1)
-    shift = 24 - mantissa_bits + exponent - own
-    if own == 0 or shift > 25:
+    exponent = np.int64((bits >> np.uint32(23)) & np.uint32(255))
+    if exponent == 0:
         return np.uint8(0)
-    mantissa = np.int64(bits & np.uint32(0x7FFFFF)) | np.int64(0x800000)
-    half, odd = np.int64(1) << (shift - 1), (mantissa >> shift) & 1
-    magnitude = min((mantissa + half - 1 + odd) >> shift, largest)
+    aligned = (np.int64(bits & np.uint32(0x7FFFFF)) | np.int64(0x800000)) >> min(shared - exponent, 31)
+    drop = 24 - mantissa_bits
+    rounded = (aligned + (1 << (drop - 1)) - 1 + ((aligned >> drop) & 1)) >> drop
+    magnitude = min(rounded, np.int64((1 << mantissa_bits) - 1))
     if magnitude == 0:
         return np.uint8(0)
     return np.uint8(np.int64(bits >> np.uint32(31)) << mantissa_bits | magnitude)
