@@ -89,8 +89,6 @@ class SessionClient:
         while True:
             started = time.monotonic()
             error, was_up = await self._once()
-            if was_up:
-                await self._down(error)
             # A session that breaks as soon as it is up must not be retried in a tight loop.
             if was_up and time.monotonic() - started >= min(1.0, self._dead_after_s):
                 failures = 0
@@ -116,8 +114,14 @@ class SessionClient:
             ) as connection:
                 hello = await asyncio.wait_for(self._greet(connection), self._dead_after_s)
                 was_up = True
-                await self._attached(connection, hello)
-                raise WorkerLost("session ended")
+                try:
+                    await self._attached(connection, hello)
+                    raise WorkerLost("session ended")
+                except Exception as error:
+                    # Before the connection is closed: with a dead peer that may take its whole timeout.
+                    self.error = self._as_hawk_error(error)
+                    await self._down(self.error)
+                    raise self.error from error
         except Exception as error:
             self.error = self._as_hawk_error(error)
             return self.error, was_up
