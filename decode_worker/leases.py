@@ -16,7 +16,7 @@ import itertools
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -38,7 +38,7 @@ from transport.messages import Decode, Lease, Message, Reserve, Tokens, Writer
 log = logging.getLogger(__name__)
 
 REMEMBERED = 4096
-"""Ended leases and preempted requests whose ids are remembered, so that late messages find a sensible answer."""
+"""Ended leases whose ids are remembered, so that late messages find a sensible answer."""
 
 FENCE_RETRY_S = 1.0
 
@@ -73,7 +73,9 @@ class LeaseRecord:
     request_id: str
     owner: Owner
     arrival: int
-    """Order of the request's first reservation; a preempted request keeps it."""
+    """Order of reservation."""
+    preemptions: int
+    """How often its request was preempted before."""
     writer: Writer
     prompt_tokens: int
     resident_tokens: int
@@ -153,7 +155,6 @@ class LeaseTable:
         self._leases: dict[str, LeaseRecord] = {}
         self._by_request: dict[tuple[Owner, str], LeaseRecord] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()
-        self._preempted: OrderedDict[tuple[Owner, str], int] = OrderedDict()
         self._fences: set[asyncio.Task[None]] = set()
 
     # ---- looking
@@ -184,9 +185,9 @@ class LeaseTable:
     def by_state(self) -> Counter[LeaseState]:
         return Counter(lease.state for lease in self._leases.values())
 
-    def latest_decodable(self) -> LeaseRecord | None:
-        """Whom to preempt: of the leases that have landed, the one whose request came last."""
-        return max(self._decodable(), key=lambda lease: lease.arrival, default=None)
+    def victim(self) -> LeaseRecord | None:
+        """Whom to preempt: of the leases that have landed, the least often preempted, of these the latest."""
+        return min(self._decodable(), key=lambda lease: (lease.preemptions, -lease.arrival), default=None)
 
     @property
     def admissible(self) -> int:
@@ -207,10 +208,9 @@ class LeaseTable:
         Nothing is held then.
         """
         self._check(owner, request)
-        key = (owner, request.request_id)
         prefix = self.blocks.find(request.block_hashes)
         fresh = room = self._blocks_for(request.prompt_tokens + 1) - len(prefix)
-        if key in self._preempted:  # comes back only when there is room for all of it, lest it be preempted again
+        if request.preemptions:  # comes back only when there is room for all of it, lest it be preempted again
             room = self._blocks_for(request.prompt_tokens + request.max_tokens - 1) - len(prefix)
         if self.blocks.needed(prefix, room) > self.admissible:
             raise Overloaded(f"{room} KV blocks needed, {self.admissible} of {self.blocks.total} to be had now")
@@ -219,7 +219,8 @@ class LeaseTable:
             id=f"{self._worker}-{self._generation[:8]}-{next(self._ids)}",
             request_id=request.request_id,
             owner=owner,
-            arrival=self._preempted.pop(key, 0) or next(self._arrivals),
+            arrival=next(self._arrivals),
+            preemptions=request.preemptions,
             writer=request.writer,
             prompt_tokens=request.prompt_tokens,
             resident_tokens=len(prefix) * self._block_size,
@@ -230,7 +231,7 @@ class LeaseTable:
             deadline=now + self.limits.ttl_s,
         )
         self._leases[lease.id] = lease
-        self._by_request[key] = lease
+        self._by_request[owner, request.request_id] = lease
         try:
             if self._staging is not None:
                 length = self._staging_bytes(request.prompt_tokens)
@@ -284,11 +285,6 @@ class LeaseTable:
         """End a lease in whatever state, at its owner's wish or because its request is complete. Idempotent."""
         self._end(lease, how)
 
-    def preempt(self, lease: LeaseRecord) -> None:
-        """End a landed lease to make room; when its request comes back it keeps its place in the order."""
-        _remember(self._preempted, (lease.owner, lease.request_id), lease.arrival)
-        self._end(lease, "preempted")
-
     def pin(self, lease: LeaseRecord) -> None:
         """Somebody reads or writes the blocks now; pairs with `unpin`."""
         lease.pins += 1
@@ -315,8 +311,6 @@ class LeaseTable:
         """The router is gone: all it had ends."""
         for lease in [lease for lease in self.live() if lease.owner is owner]:
             self._end(lease, "session_closed")
-        for key in [key for key in self._preempted if key[0] is owner]:
-            del self._preempted[key]
 
     def refresh(self, owner: Owner) -> None:
         """The router is alive: its leases live on for another TTL."""
@@ -408,7 +402,9 @@ class LeaseTable:
         lease.state = LeaseState.FENCING
         self.counts.ended[how] += 1
         self._by_request.pop((lease.owner, lease.request_id), None)
-        _remember(self._gone, lease.id, None)
+        self._gone[lease.id] = None
+        if len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)
         if lease.granted:
             self.counts.fences += 1
             task = asyncio.ensure_future(self._fence(lease))
@@ -443,9 +439,3 @@ class LeaseTable:
         if lease.staging is not None and self._staging is not None:
             self._staging.give(*lease.staging)
             lease.staging = None
-
-
-def _remember(memory: OrderedDict, key: Hashable, value: object) -> None:  # type: ignore[type-arg]
-    memory[key] = value
-    if len(memory) > REMEMBERED:
-        memory.popitem(last=False)

@@ -131,15 +131,15 @@ class Scheduler:
             self._batch.add(self._waiting.popleft())
 
     def _make_room(self) -> None:
-        """A block for every row's next token, the earliest requests first; whoever came last gives its blocks up."""
+        """A block for every row's next token, the earliest requests first; `victim` by victim gives its blocks up."""
         size = self._block_size
         short = [row for row in self._batch.rows if row.position // size >= len(row.lease.blocks)]
         if not short:
             return
         for row in sorted(short, key=lambda row: row.lease.arrival):
             while row.lease.state is LeaseState.DECODING and not self._leases.grow(row.lease):
-                victim = self._leases.latest_decodable() or row.lease
-                self._leases.preempt(victim)
+                victim = self._leases.victim() or row.lease
+                self._leases.finish(victim, "preempted")
                 self._on_preempt(victim)
         self._drop_ended()
         for index in range(len(self._batch)):

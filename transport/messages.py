@@ -244,7 +244,8 @@ class Reserve(Message):
     `block_hashes` are the chained hashes of the prompt's full blocks (root: `prefix.root_hash` of the pool's
     model fingerprint and KV dtype); `tail_tokens` the token ids after them, so that D can go on hashing as it
     decodes. Both empty: the request's blocks are not shared. `max_tokens` (at least 2) counts from this prompt
-    on: after a preemption it is what is left, the first token of the new prefill included.
+    on: after a preemption it is what is left, the first token of the new prefill included. `preemptions`: how
+    often the request was preempted before; D spares those that were.
     """
 
     request_id: Name
@@ -253,6 +254,7 @@ class Reserve(Message):
     block_hashes: tuple[bytes, ...]
     tail_tokens: tuple[TokenId, ...]
     writer: Writer
+    preemptions: Natural = 0
 
 
 class Reserved(Message):

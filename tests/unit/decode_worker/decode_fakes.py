@@ -137,7 +137,13 @@ class Router:
 
 
 def reserve(
-    request_id: str, prompt: Sequence[int], max_tokens: int = 8, *, writer: Writer = WRITER, shared: bool = True
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    writer: Writer = WRITER,
+    shared: bool = True,
+    preemptions: int = 0,
 ) -> Reserve:
     hashes = prefix.block_hashes(prompt, BLOCK, ROOT) if shared else []
     return Reserve(
@@ -147,6 +153,7 @@ def reserve(
         block_hashes=tuple(hashes),
         tail_tokens=tuple(prompt[len(hashes) * BLOCK :]) if shared else (),
         writer=writer,
+        preemptions=preemptions,
     )
 
 

@@ -324,25 +324,32 @@ async def test_a_second_reservation_of_a_live_request_ends_both() -> None:
     assert leases.blocks.available == 16
 
 
-async def test_a_preempted_request_keeps_its_place_in_the_order() -> None:
+async def test_the_victim_is_the_latest_of_those_preempted_least() -> None:
     leases, _, _, _ = table(32)
     router = Router()
+    assert leases.victim() is None
     first = to_state(leases, LeaseState.DECODING, router, "first")
-    second = to_state(leases, LeaseState.DECODING, router, "second")
-    assert leases.latest_decodable() is second
-    leases.preempt(first)
-    again = to_state(leases, LeaseState.DECODING, router, "first")
-    assert again.arrival == first.arrival
-    assert leases.latest_decodable() is second
+    second = to_state(leases, LeaseState.LANDED, router, "second")
+    to_state(leases, LeaseState.WRITING, router, "not landed")
+    back = leases.get(leases.reserve(router, reserve("back", PROMPT, preemptions=1)).id)
+    leases.land(leases.written(back.id))
+    order = []
+    while victim := leases.victim():
+        order.append(victim)
+        leases.finish(victim, "preempted")
+    assert order == [second, first, back]
 
 
 async def test_a_preempted_request_comes_back_when_there_is_room_for_all_of_it() -> None:
     leases, _, _, _ = table(8)
-    router = Router()
     other = to_state(leases, LeaseState.DECODING, Router(), "other")
-    leases.preempt(to_state(leases, LeaseState.DECODING, router, "r"))
-    again = reserve("r", list(range(100, 170)), 6 * BLOCK - 70 + 1)  # three blocks now, six in the end
+    text, tokens = list(range(100, 170)), 6 * BLOCK - 70 + 1  # three blocks now, six in the end
+    again = reserve("r.1", text, tokens, preemptions=1)
     with pytest.raises(Overloaded, match="6 KV blocks needed, 4 of 8"):
-        leases.reserve(router, again)
-    leases.finish(other, "stop")
-    leases.reserve(router, again)
+        leases.reserve(Router(), again)
+    leases.reserve(Router(), reserve("new", text, tokens))
+    leases.finish(leases.victim(), "stop")
+    assert other.state is LeaseState.FREED
+    leases.close_owner(leases.live()[0].owner)
+    await settle()
+    leases.reserve(Router(), again)

@@ -8,14 +8,16 @@ from collections import Counter
 from decode_fakes import BLOCK, WRITER, Router, reserve, table
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from decode_worker.leases import LeaseRecord, LeaseState
 from decode_worker.staging import StagingArea
 from transport.errors import HawkError
 
 TOTAL = 12
+LIVE = (LeaseState.RESERVED, LeaseState.WRITING, LeaseState.LANDED, LeaseState.DECODING)
 picks = st.integers(0, 99)
+requests = st.lists(st.tuples(picks, st.integers(1, 130), st.integers(0, 2)), min_size=1, max_size=4)
 
 
 class Leases(RuleBasedStateMachine):
@@ -48,16 +50,21 @@ class Leases(RuleBasedStateMachine):
         found = [lease for lease in self.all if lease.state in states]
         return found[pick % len(found)] if found else None
 
-    @rule(pick=picks, tokens=st.integers(1, 130), kind=st.integers(0, 2))
-    def reserve(self, pick: int, tokens: int, kind: int) -> None:
-        prompt = [kind] * tokens  # three families of prompts that share prefixes
-        try:
-            lease = self.turn(
-                lambda: self.leases.reserve(self.routers[pick % 2], reserve(f"r{len(self.all)}", prompt, 2 + pick))
-            )
-        except HawkError:
-            return
-        self.all.append(self.leases.get(lease.id))
+    @initialize(requests=requests, hold=st.booleans())
+    def begin(self, requests: list[tuple[int, int, int]], hold: bool) -> None:
+        self.receiver.hold = hold
+        self.reserve(requests)
+
+    @rule(requests=requests)
+    def reserve(self, requests: list[tuple[int, int, int]]) -> None:
+        for pick, tokens, kind in requests:
+            prompt = [kind] * tokens  # three families of prompts that share prefixes
+            request = reserve(f"r{len(self.all)}", prompt, 2 + pick, preemptions=kind)
+            try:
+                lease = self.turn(lambda p=pick, r=request: self.leases.reserve(self.routers[p % 2], r))
+            except HawkError:
+                continue
+            self.all.append(self.leases.get(lease.id))
 
     @rule(pick=picks)
     def progress(self, pick: int) -> None:
@@ -83,13 +90,13 @@ class Leases(RuleBasedStateMachine):
     @rule(pick=picks)
     def grow_or_preempt(self, pick: int) -> None:
         if (lease := self.one_of(pick, LeaseState.DECODING)) and not self.leases.grow(lease):
-            victim = self.leases.latest_decodable()
+            victim = self.leases.victim()
             assert victim is not None
-            self.leases.preempt(victim)
+            self.leases.finish(victim, "preempted")
 
     @rule(pick=picks)
     def begin_use(self, pick: int) -> None:
-        if lease := self.one_of(pick, LeaseState.RESERVED, LeaseState.WRITING, LeaseState.DECODING):
+        if lease := self.one_of(pick, *LIVE):
             self.leases.pin(lease)
             self.pinned.append(lease)
 
@@ -100,7 +107,7 @@ class Leases(RuleBasedStateMachine):
 
     @rule(pick=picks)
     def cancel(self, pick: int) -> None:
-        if lease := self.one_of(pick, *LeaseState):
+        if lease := self.one_of(pick, *LIVE):
             self.turn(lambda: self.leases.finish(lease, "cancelled"))
 
     @rule(pick=picks)
@@ -151,6 +158,7 @@ class Leases(RuleBasedStateMachine):
             self.turn(lambda lease=lease: self.leases.finish(lease, "cancelled"))
         for lease in self.pinned:
             self.leases.unpin(lease)
+        self.every_block_is_accounted_for()
         self.turn(self.receiver.let_go)
         assert self.leases.blocks.available == TOTAL
         assert self.leases._staging.free == 64 * 1024

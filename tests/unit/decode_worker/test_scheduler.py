@@ -208,7 +208,7 @@ async def test_case_38_preemption_is_bounded_and_every_request_completes() -> No
             name, text, wanted, preempted = f"r{i}", prompt(40, i), 120, 0
             token, out = 5, [5]
             while True:
-                lease = await admitted(name, text + out[:-1], wanted - len(out) + 1)
+                lease = await admitted(name, text + out[:-1], wanted - len(out) + 1, preempted)
                 bench.push(lease, text + out[:-1])
                 before = len(router.tokens(name))
                 notices = len(router.of(PreemptedNotice, name))
@@ -225,10 +225,10 @@ async def test_case_38_preemption_is_bounded_and_every_request_completes() -> No
                 token = continuation(text, 5, len(out))[-1]
                 out.append(token)
 
-        async def admitted(name: str, text: list[int], left: int):
+        async def admitted(name: str, text: list[int], left: int, preempted: int):
             while True:
                 try:
-                    return await bench.reserve(router, name, text, left)
+                    return await bench.reserve(router, name, text, left, preemptions=preempted)
                 except Overloaded:
                     router.arrived.clear()
                     await router.arrived.wait()
