@@ -19,7 +19,7 @@ from transport.geometry.plan import all_tensors, staging_size
 from transport.geometry.units import units_in_range
 from transport.kernels.faces import LINE, Load
 from transport.kernels.native import Variant, kernel
-from transport.kernels.source import Source, linear_source
+from transport.kernels.source import Source, address, linear_source
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -43,8 +43,7 @@ def transform_into(
     memory = _channel_addresses(channels, bases, geometry)
     first = memory[units.channels] + units.slots * units.unit_bytes
     aligned = not np.any(memory % LINE) and not any(bases[t] % LINE for t in chosen)
-    for tensor in chosen:
-        job.run(tensor, first + bases[tensor], aligned)
+    job.run(chosen, first, aligned, shifts=[bases[tensor] for tensor in chosen])
     return staging_size(units, len(chosen))
 
 
@@ -63,9 +62,8 @@ def transform(
     job = _Job(geometry, source, src_blocks, start, stop)
     staging = aligned_bytes(staging_size(units, len(chosen)))
     first, step = units.staging_positions(len(chosen))
-    for i, tensor in enumerate(chosen):
-        addresses = address(staging) + (first + i * step) * units.unit_bytes
-        job.run(tensor, addresses, aligned=True)
+    places = range(len(chosen))
+    job.run(chosen, address(staging) + first * units.unit_bytes, True, steps=step * units.unit_bytes, places=places)
     return staging
 
 
@@ -86,8 +84,7 @@ def to_linear(
     staging = aligned_bytes(len(chosen) * tensor_bytes)
     tile, head = np.arange(job.tiles)[:, None], np.arange(geometry.num_kv_heads)
     first = address(staging) + tile * TILE * row_bytes + head * head_bytes
-    for i, tensor in enumerate(chosen):
-        job.copy_rows(tensor, first + i * tensor_bytes, row_bytes)
+    job.copy_rows(chosen, first, [i * tensor_bytes for i in range(len(chosen))], row_bytes)
     return staging
 
 
@@ -134,11 +131,6 @@ def _channel_addresses(channels: Sequence[Bytes], bases: Sequence[int], geometry
     return np.asarray([address(memory) for memory in channels], np.int64)
 
 
-def address(array: npt.NDArray[np.generic]) -> int:
-    """Address of an array's first byte."""
-    return int(array.__array_interface__["data"][0])
-
-
 class _Job:
     """One token range of one source, ready to run for any of its tensors."""
 
@@ -163,29 +155,68 @@ class _Job:
         groups = (self._blocks + rows[self._rows]) * self._item
         return groups, head_stride * self._item, int(rows[1] - rows[0]) * self._item, column_stride
 
-    def run(self, tensor: int, units: Ints, aligned: bool) -> None:
-        """Write one tensor in the pool's layout; `units`: int64 [T, H, C] addresses of its units."""
+    def run(
+        self,
+        chosen: Sequence[int],
+        units: Ints,
+        aligned: bool,
+        *,
+        shifts: Sequence[int] | None = None,
+        steps: Ints | None = None,
+        places: Sequence[int] | None = None,
+    ) -> None:
+        """Write tensors in the pool's layout: unit u of the i-th goes to `units[u] + shifts[i] + places[i]·steps[u]`.
+
+        `units`, `steps`: int64 [T, H, C].
+        """
         geometry = self._geometry
         stride = geometry.page_bytes // TILE**2 * geometry.head_dim if geometry.layout == "gpu" else 0
-        self._call(_variant(geometry, self._source.layout, tensor % 2 == 1, aligned), tensor, units, stride)
+        zeros = [0] * len(chosen)
+        for v in (False, True):
+            variant = _variant(geometry, self._source.layout, v, aligned)
+            self._call(variant, v, chosen, units, steps, shifts or zeros, places or zeros, stride)
 
-    def copy_rows(self, tensor: int, units: Ints, row_stride: int) -> None:
-        """Write one tensor row-major, elements as they are; `units`: int64 [T, H] addresses of its first rows."""
+    def copy_rows(self, chosen: Sequence[int], units: Ints, shifts: Sequence[int], row_stride: int) -> None:
+        """Write tensors row-major, elements as they are: first row u of the i-th goes to `units[u] + shifts[i]`.
+
+        `units`: int64 [T, H].
+        """
         bits: Literal["float32", "bfloat16"] = "float32" if self._item == 4 else "bfloat16"
-        load = _load(self._source.layout, tensor % 2 == 1)
-        self._call(Variant(load, False, bits, bits, rows=True, streaming=True), tensor, units, row_stride)
+        for v in (False, True):
+            variant = Variant(_load(self._source.layout, v), False, bits, bits, rows=True, streaming=True)
+            self._call(variant, v, chosen, units, None, shifts, [0] * len(chosen), row_stride)
 
-    def _call(self, variant: Variant, tensor: int, units: Ints, target_stride: int) -> None:
-        groups, head_stride, row_stride, column_stride = self._sides[tensor % 2]
+    def _call(
+        self,
+        variant: Variant,
+        v: bool,
+        chosen: Sequence[int],
+        units: Ints,
+        steps: Ints | None,
+        shifts: Sequence[int],
+        places: Sequence[int],
+        target_stride: int,
+    ) -> None:
+        mine = [i for i, tensor in enumerate(chosen) if tensor % 2 == v]
+        if not mine:
+            return
+        groups, head_stride, row_stride, column_stride = self._sides[v]
+        layers = self._source.addresses[[chosen[i] // 2 for i in mine]]
         units = np.ascontiguousarray(units)
+        steps = units if steps is None else np.ascontiguousarray(steps)
+        shift, place = (np.asarray([values[i] for i in mine], np.int64) for values in (shifts, places))
         kernel(variant)(
+            len(mine),
             self.tiles,
             self._geometry.num_kv_heads,
             self._geometry.head_dim // TILE,
-            address(self._source.layers[tensor // 2]),
+            address(layers),
             address(groups),
             address(self._valid),
             address(units),
+            address(steps),
+            address(shift),
+            address(place),
             head_stride,
             row_stride,
             column_stride,

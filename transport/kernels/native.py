@@ -1,4 +1,4 @@
-"""Native code for one tensor's worth of tiles: the loops around `faces`, compiled once per variant.
+"""Native code for the tiles of some tensors: the loops around `faces`, compiled once per variant.
 
 Compiled in memory with llvmlite for the CPU it runs on: some 0.1 s per variant, no compiler, no cache
 directory. Called through ctypes, which releases the GIL.
@@ -42,27 +42,43 @@ class Variant:
         return self.rows and self.load == "rows" and not self.interleave and self.source == self.target
 
 
-#: (tiles T, heads H, columns C, layer address, group offsets int64[2T], valid rows int64[2T], unit addresses
-#: int64[T, H, C] (tiles) or [T, H] (rows), head stride, row stride, column stride, head_dim, target row stride)
-Kernel = Callable[[int, int, int, int, int, int, int, int, int, int, int, int], None]
-NUM_ARGUMENTS = 12
+#: what a kernel takes, in this order; `*` is the address of an int64 array
+ARGUMENTS = (
+    "tensors",  # N
+    "tiles",  # T
+    "heads",  # H
+    "columns",  # C
+    "layers*",  # [N] source address of each tensor's layer
+    "groups*",  # [2T] byte offset of each group of 16 token rows in a layer
+    "valid*",  # [2T] rows of each group that hold tokens
+    "units*",  # [T, H, C] target addresses (variant.rows: [T, H])
+    "steps*",  # the same shape: unit u of tensor i lies at units[u] + shifts[i] + places[i] * steps[u]
+    "shifts*",  # [N]
+    "places*",  # [N]
+    "head_stride",  # strides are bytes
+    "row_stride",
+    "column_stride",
+    "head_dim",
+    "target_stride",  # between the rows of a row-major target
+)
+Kernel = Callable[..., None]
 
 
 @cache
 def kernel(variant: Variant) -> Kernel:
-    """The compiled kernel. Group g is 16 token rows: at `layer + offsets[g] + head·head_stride`.
+    """The compiled kernel, to be called with the ints of `ARGUMENTS`; counts are at least 1.
 
-    Rows past `valid[g]` are written as zeros; strides are bytes. The caller vouches for every address.
+    Rows past `valid[g]` are written as zeros. The caller vouches for every address.
     """
     module = ir.Module("hawk")
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * NUM_ARGUMENTS), "transform")
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * len(ARGUMENTS)), "transform")
     builder = ir.IRBuilder(function.append_basic_block())
-    _emit(builder, variant, *function.args)
+    _emit(builder, variant, dict(zip(ARGUMENTS, function.args, strict=True)))
     if variant.streaming:
         builder.fence("seq_cst")  # streaming stores are weakly ordered; the completion must not overtake them
     builder.ret_void()
     engine = _compile(module)
-    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * NUM_ARGUMENTS)
+    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(ARGUMENTS))
     code = prototype(engine.get_function_address("transform"))
 
     def call(*arguments: int) -> None:
@@ -105,45 +121,40 @@ def _entry(b: Builder, array: Value, index: Value) -> Value:
     return b.load(b.gep(b.inttoptr(array, I64.as_pointer()), [index]))
 
 
-def _emit(
-    b: Builder,
-    variant: Variant,
-    tiles: Value,
-    heads: Value,
-    columns: Value,
-    layer: Value,
-    offsets: Value,
-    valid: Value,
-    units: Value,
-    head_stride: Value,
-    row_stride: Value,
-    column_stride: Value,
-    head_dim: Value,
-    target_stride: Value,
-) -> None:
-    with _loop(b, tiles) as tile, _loop(b, heads) as head:
-        here = b.add(b.mul(tile, heads), head)
-        from_head = b.add(layer, b.mul(head, head_stride))
+def _emit(b: Builder, variant: Variant, args: dict[str, Value]) -> None:
+    head_dim, target_stride = args["head_dim"], args["target_stride"]
+    with (
+        _loop(b, args["tensors"]) as tensor,
+        _loop(b, args["tiles"]) as tile,
+        _loop(b, args["heads"]) as head,
+    ):
+        row = b.add(b.mul(tile, args["heads"]), head)
+        from_head = b.add(_entry(b, args["layers*"], tensor), b.mul(head, args["head_stride"]))
+
+        def unit_at(index: Value) -> Value:
+            step = b.mul(_entry(b, args["places*"], tensor), _entry(b, args["steps*"], index))
+            return b.add(b.add(_entry(b, args["units*"], index), _entry(b, args["shifts*"], tensor)), step)
+
+        def group_at(half: Value) -> tuple[Value, Value]:
+            group = b.add(b.mul(tile, i64(2)), half)
+            return b.add(from_head, _entry(b, args["groups*"], group)), _entry(b, args["valid*"], group)
+
         if variant.copies_rows:
-            unit = _entry(b, units, here)
+            unit = unit_at(row)
+            row_bytes = b.mul(head_dim, i64(ITEM_BYTES[variant.source]))
             with _loop(b, i64(2)) as half:
-                group = b.add(b.mul(tile, i64(2)), half)
-                start = b.add(from_head, _entry(b, offsets, group))
+                start, count = group_at(half)
                 target = b.add(unit, b.mul(b.mul(half, i64(FACE)), target_stride))
-                count = _entry(b, valid, group)
-                row_bytes = b.mul(head_dim, i64(ITEM_BYTES[variant.source]))
-                _copy_rows(b, variant, start, row_stride, target, target_stride, count, row_bytes)
+                _copy_rows(b, variant, start, args["row_stride"], target, target_stride, count, row_bytes)
                 _zero_rows(b, count, target, target_stride, row_bytes)
             return
-        with _loop(b, columns) as column:
-            unit = _entry(b, units, here if variant.rows else b.add(b.mul(here, columns), column))
+        with _loop(b, args["columns"]) as column:
+            unit = unit_at(row if variant.rows else b.add(b.mul(row, args["columns"]), column))
             with _loop(b, i64(2)) as half:
-                group = b.add(b.mul(tile, i64(2)), half)
-                start = b.add(from_head, _entry(b, offsets, group))
-                count = _entry(b, valid, group)
+                start, count = group_at(half)
                 for side in (0, 1):
                     dim = b.add(b.mul(column, i64(TILE)), i64(side * FACE))
-                    source = _face_source(b, variant, start, dim, head_dim, row_stride, column_stride)
+                    source = _face_source(b, variant, start, dim, args)
                     _face(b, variant, source, count, _Target.of(b, variant, unit, half, side, dim, target_stride))
 
 
@@ -174,16 +185,14 @@ class _Target:
         return cls(data, i64(row_bytes), row_bytes, exponents)
 
 
-def _face_source(
-    b: Builder, variant: Variant, start: Value, dim: Value, head_dim: Value, row_stride: Value, column_stride: Value
-) -> FaceSource:
+def _face_source(b: Builder, variant: Variant, start: Value, dim: Value, args: dict[str, Value]) -> FaceSource:
     if variant.interleave:
         left = b.lshr(dim, i64(1))
-        right = b.add(left, b.lshr(head_dim, i64(1)))
+        right = b.add(left, b.lshr(args["head_dim"], i64(1)))
     else:
         left, right = dim, b.add(dim, i64(8))
-    at = [b.add(start, b.mul(first, column_stride)) for first in (left, right)]
-    return FaceSource(at[0], at[1], row_stride, column_stride, variant.interleave)
+    at = [b.add(start, b.mul(first, args["column_stride"])) for first in (left, right)]
+    return FaceSource(at[0], at[1], args["row_stride"], args["column_stride"], variant.interleave)
 
 
 def _face(b: Builder, variant: Variant, source: FaceSource, count: Value, target: _Target) -> None:

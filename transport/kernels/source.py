@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,16 @@ class Source:
             if pages.size % self.layout.block_elements:
                 raise ValueError(f"layer {index}: {pages.shape} is no whole number of blocks")
 
+    @cached_property
+    def num_blocks(self) -> int:
+        """Blocks that every layer has."""
+        return min(pages.size for pages in self.layers) // self.layout.block_elements
+
+    @cached_property
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """int64 [L]: address of each layer's first byte."""
+        return np.asarray([address(pages) for pages in self.layers], np.int64)
+
     def table(self, geometry: KVGeometry, src_blocks: Sequence[int], start: int, stop: int) -> npt.NDArray[np.int64]:
         """The block table as int64 [n], once it is known to cover [start, stop) with blocks that exist.
 
@@ -40,10 +51,16 @@ class Source:
         size = self.layout.block_size
         check_range(start, stop, len(src_blocks) * size)
         used = np.asarray(src_blocks, np.int64)[start // size : -(-stop // size)]
-        blocks = min(pages.size for pages in self.layers) // self.layout.block_elements
-        if used.min() < 0 or used.max() >= blocks:
-            raise ValueError(f"source block ids {used.min()}…{used.max()} are outside the {blocks} blocks there are")
+        if used.min() < 0 or used.max() >= self.num_blocks:
+            raise ValueError(
+                f"source block ids {used.min()}…{used.max()} are outside the {self.num_blocks} blocks there are"
+            )
         return np.asarray(src_blocks, np.int64)
+
+
+def address(array: npt.NDArray[np.generic]) -> int:
+    """Address of an array's first byte."""
+    return int(array.__array_interface__["data"][0])
 
 
 def linear_source(

@@ -1,0 +1,277 @@
+"""`hawk bench transfer`: KV from prefill pages to decode pool, HAWK against its three baselines.
+
+Two processes, the real push and the real shared-memory data plane; only the model is missing. The geometry is
+one rank of Llama-3.1-70B at TP4: 80 layers, 2 KV heads, head dim 128, bf16. A transfer lasts from the writer's
+opening of the lease until the receiver has acknowledged that the KV is in its pool. All paths take turns.
+
+gg-direct  GPU layout, written straight into the pool      gn-hawk  NPU layout, transformed as it is written
+gg-host    staged on both sides, then copied into place    gn-host  staged on both sides, then re-laid-out
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from deploy.bench.transfer_pools import PATHS, WRITER, Process, Setup
+from prefill_worker.push.pieces import Pages, split, write
+from transport.backends import connect
+from transport.backends.base import PoolWriter
+from transport.geometry import KVGeometry
+from transport.geometry.pages import PageLayout
+from transport.geometry.plan import plan
+from transport.kernels import cpu, reference
+from transport.kernels.source import Source
+from transport.messages import Lease, PoolDescription
+
+MIB = 1 << 20
+SIZES = (10, 20, 40, 80, 160, 320, 640, 1280)
+CHUNK_BYTES = 4 * MIB
+"""As `prefill_worker.settings.push_chunk_bytes`."""
+SPARE_BLOCKS = 3
+#: latency relative to GG-Host in the HAWK paper, at 10 MB and at 1280 MB (A100 and p150a, 200 Gb/s InfiniBand)
+PAPER = {"gg-host": (1.0, 1.0), "gn-host": (8.91, 3.79), "gg-direct": (0.6630, 0.1477), "gn-hawk": (0.7725, 0.1469)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Median over the rounds of one path and size; bytes are those of the source KV."""
+
+    path: str
+    bytes: int
+    seconds: float
+    landed_bytes: int
+
+    def json(self, host: Row, direct: Row, memcpy_s: float) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "bytes": self.bytes,
+            "landed_bytes": self.landed_bytes,
+            "seconds": self.seconds,
+            "gb_per_s": self.bytes / self.seconds / 1e9,
+            "latency_vs_gg_host": self.seconds / host.seconds,
+            "speed_vs_gg_direct": direct.seconds / self.seconds,
+            "speed_vs_memcpy": memcpy_s / self.seconds,
+        }
+
+
+class Bench:
+    """The writing side: pages to push, and a connection to each of the receiver's pools."""
+
+    def __init__(self, setup: Setup, layout: PageLayout, receiver: Process) -> None:
+        self._receiver = receiver
+        self._pools = {path: setup.description(path) for path in PATHS}
+        self._writers: dict[str, PoolWriter] = {
+            path: connect(pool, WRITER, setup.token) for path, pool in self._pools.items()
+        }
+        self._rng = np.random.default_rng(0)
+        self._blocks = setup.geometry.num_blocks
+        count = -(-setup.max_tokens // layout.block_size)
+        block = self._rng.standard_normal(layout.block_elements, np.float32).view(np.uint32) >> np.uint32(16)
+        pages = np.empty((setup.geometry.num_layers, count, layout.block_elements), np.uint16)
+        pages[:] = block.astype(np.uint16)
+        pages[:, :, 0] = np.arange(count)  # no two blocks are the same
+        self._source = Source(list(pages), layout)
+        self._pages = Pages(self._source, cpu)
+        self._table = self._rng.permutation(count)
+        for path in PATHS:
+            cpu.prepare(self._pools[path].geometry, layout)
+        self._sequence = 0
+        for path in PATHS:  # map every page before the clock matters
+            for memory in self._mapped(path, setup.max_tokens):
+                memory[:: mmap.PAGESIZE] = 0
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def transfer(self, path: str, tokens: int) -> Row:
+        """One request's KV by one path."""
+        pool, lease = self._lease(path, tokens)
+        start = time.perf_counter()
+        landed = self._push(path, pool, lease)
+        return Row(path, self.bytes(tokens), time.perf_counter() - start, landed)
+
+    def bytes(self, tokens: int) -> int:
+        """Bytes of that many tokens' KV in the source."""
+        layout = self._source.layout
+        return len(self._source.layers) * 2 * layout.num_kv_heads * layout.head_dim * 2 * tokens
+
+    def memcpy(self, tokens: int) -> float:
+        """Seconds that the same bytes take as one contiguous copy into the same memory: a read and a write each."""
+        target = self._mapped("gg-direct", tokens)[0]
+        layers = self._source.layers
+        share = self.bytes(tokens) // len(layers)
+        start = time.perf_counter()
+        for layer, pages in enumerate(layers):
+            target[layer * share : (layer + 1) * share] = pages.reshape(-1).view(np.uint8)[:share]
+        return time.perf_counter() - start
+
+    def check(self, path: str, tokens: int) -> None:
+        """Push into cleared blocks and compare them with the reference. Raises RuntimeError where they differ."""
+        pool, lease = self._lease(path, tokens)
+        memory = self._mapped("gn-hawk" if PATHS[path][0] == "npu" else "gg-direct", tokens)
+        runs = plan(pool.geometry, pool.bases, lease.block_ids, 0, tokens)
+        for run in runs:
+            memory[run.region][run.remote_offset : run.remote_offset + run.length] = 0
+        self._push(path, pool, lease)
+        arguments = (pool.geometry, lease.block_ids, self._source, self._table, 0, tokens)
+        expected = reference.transform(*arguments)
+        for run in runs:
+            landed = memory[run.region][run.remote_offset : run.remote_offset + run.length]
+            if not np.array_equal(landed, expected[run.local_offset : run.local_offset + run.length]):
+                raise RuntimeError(f"{path}: what landed in channel {run.region} is not what was pushed")
+
+    def _push(self, path: str, pool: PoolDescription, lease: Lease) -> int:
+        writer = self._writers[path].open(lease)
+        landed = 0
+        for piece in split(pool.geometry, 0, lease.prompt_tokens, CHUNK_BYTES):
+            landed += write(writer, pool, lease, self._pages, self._table, piece)
+        writer.complete(60.0)
+        return landed
+
+    def _mapped(self, path: str, tokens: int) -> Sequence[np.ndarray]:
+        """Views of a pool's memory, which stay valid after the lease that they were got by."""
+        writer = self._writers[path].open(self._lease(path, tokens)[1])
+        mapped = writer.mapped
+        writer.abort("only its mapping was wanted")
+        if mapped is None:
+            raise RuntimeError(f"the data plane of {path} maps nothing here")
+        return mapped
+
+    def _lease(self, path: str, tokens: int) -> tuple[PoolDescription, Lease]:
+        """A lease on blocks in random order."""
+        pool = self._pools[path]
+        blocks = self._rng.permutation(self._blocks)[: -(-tokens // pool.geometry.block_size)].tolist()
+        self._sequence += 1
+        lease_id = f"bench-{self._sequence}"
+        lease = Lease(
+            id=lease_id,
+            worker=path,
+            generation=pool.generation,
+            block_ids=tuple(blocks),
+            prompt_tokens=tokens,
+            resident_tokens=0,
+            ttl_s=60.0,
+            slot=self._receiver.grant(path, lease_id, tokens, blocks),
+            staging_offset=0 if pool.staging is not None else None,
+        )
+        return pool, lease
+
+
+def measure(bench: Bench, tokens: Sequence[int], rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Medians of `rounds` turns; in each turn every path moves every size. → one JSON object per path and size."""
+    for path in PATHS:
+        bench.check(path, min(tokens))
+    say("checked: every path leaves in its pool the bytes of the numpy reference")
+    results = []
+    for count in tokens:
+        turns: list[dict[str, Row]] = []
+        copies: list[float] = []
+        # small transfers are quick and noisy: more turns
+        for _ in range(rounds if bench.bytes(count) >= 160 * MIB else 3 * rounds):
+            copies.append(bench.memcpy(count))
+            turns.append({path: bench.transfer(path, count) for path in PATHS})
+        rows = {}
+        for path in PATHS:
+            seconds = statistics.median(turn[path].seconds for turn in turns)
+            rows[path] = Row(path, turns[0][path].bytes, seconds, turns[0][path].landed_bytes)
+        memcpy_s = statistics.median(copies)
+        results += [row.json(rows["gg-host"], rows["gg-direct"], memcpy_s) for row in rows.values()]
+        say(_line(count, rows, memcpy_s))
+    return results
+
+
+def _header() -> str:
+    paths = "".join(f"{path:>11}" for path in PATHS)
+    return (
+        f"{'':16}latency, gg-host = 1{'':24} | GB/s of source KV\n"
+        f"{'MiB':>6} {'tokens':>7}{paths} |{paths}{'memcpy':>9} | gn-hawk/gg-direct"
+    )
+
+
+def _line(tokens: int, rows: dict[str, Row], memcpy_s: float) -> str:
+    size = rows["gg-host"].bytes
+    latency = "".join(f"{row.seconds / rows['gg-host'].seconds:11.3f}" for row in rows.values())
+    speed = "".join(f"{row.bytes / row.seconds / 1e9:11.2f}" for row in rows.values())
+    ratio = rows["gg-direct"].seconds / rows["gn-hawk"].seconds
+    return f"{size / MIB:6.0f} {tokens:7d}{latency} |{speed}{size / memcpy_s / 1e9:9.2f} | {ratio:.2f}x"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="hawk bench transfer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=float, nargs="+", default=list(SIZES), metavar="MB", help="MiB of source KV")
+    parser.add_argument("--rounds", type=int, default=5, help="turns per size; three times as many below 160 MB")
+    parser.add_argument("--block-size", type=int, default=64, choices=(32, 64, 128), help="tokens, on both sides")
+    parser.add_argument("--channels", type=int, default=8, help="DRAM channels of the NPU")
+    parser.add_argument("--kv-dtype", default="bfloat16", choices=("float32", "bfloat16", "bfp8_b", "bfp4_b"))
+    parser.add_argument("--pages", default="plain", choices=("plain", "nhd", "vec", "amx"), help="layout of P's pages")
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--quick", action="store_true", help="10 and 20 MB, one round: does it run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.sizes, args.rounds = [10.0, 20.0], 1
+    for name in ("rounds", "channels", "layers"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if min(args.sizes) <= 0:
+        parser.error(f"--sizes must be positive, got {min(args.sizes):g}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+
+    def say(line: str) -> None:
+        if not args.json:
+            print(line, flush=True)
+
+    order = "LBNHC" if args.pages == "nhd" else "LBHNC"
+    packing = "plain" if args.pages == "nhd" else args.pages
+    layout = PageLayout(2, 128, args.block_size, order, packing, "bfloat16")
+    token_bytes = args.layers * 2 * layout.num_kv_heads * layout.head_dim * 2
+    tokens = sorted({max(32, round(size * MIB / token_bytes / 32) * 32) for size in args.sizes})
+    blocks = -(-max(tokens) // args.block_size) + SPARE_BLOCKS
+    geometry = KVGeometry(args.layers, 2, 128, args.block_size, blocks, args.channels, args.kv_dtype)
+    say(
+        f"{args.layers} layers, 2 KV heads, head dim 128, {args.pages} bf16 pages of {args.block_size} tokens → "
+        f"{args.kv_dtype} in {args.channels} channels; median of {args.rounds} turns or more"
+    )
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hawk-bench-") as directory:
+        setup = Setup(geometry, max(tokens), directory, secrets.token_hex(16))
+        receiver = Process(setup)
+        try:
+            bench = Bench(setup, layout, receiver)
+            say(_header())
+            try:
+                results = measure(bench, tokens, args.rounds, say)
+            finally:
+                bench.close()
+        finally:
+            receiver.close()
+    if args.json:
+        print(json.dumps({"results": results, "seconds": time.monotonic() - started, "paper": PAPER}))
+    else:
+        paper = ", ".join(f"{path} {small:g} → {large:g}" for path, (small, large) in PAPER.items())
+        say(f"the paper, 10 → 1280 MB, latency with gg-host = 1: {paper}")
+        say(f"{time.monotonic() - started:.0f} s in all")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
