@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -52,6 +53,7 @@ def run(settings: PrefillSettings) -> None:
         engine = Engine.start(settings, control.path, in_engine)
         stack.callback(engine.shutdown)
         run_loop(main(settings, sock, control, engine))
+        gc.freeze()  # or the interpreter's last collection walks all that vLLM imported, for seconds
 
 
 async def main(settings: PrefillSettings, sock: socket.socket, control: ServiceEnd, engine: Engine) -> None:
@@ -70,6 +72,22 @@ async def main(settings: PrefillSettings, sock: socket.socket, control: ServiceE
         push_threads=settings.push_threads,
     )
     kv = await control.serve(start, service.on_engine_message, service.engine_lost, JOIN_TIMEOUT_S)
+    try:
+        await _serve(settings, sock, service, engine, kv, registry)
+    finally:
+        control.stop_watching()
+        await asyncio.to_thread(engine.shutdown)
+        await control.wait_closed()
+
+
+async def _serve(
+    settings: PrefillSettings,
+    sock: socket.socket,
+    service: PrefillService,
+    engine: Engine,
+    kv: LocalKV,
+    registry: CollectorRegistry,
+) -> None:
     await engine.warm_up(min(settings.max_num_batched_tokens, engine.max_model_len - 1))
 
     def info() -> Mapping[str, Any]:

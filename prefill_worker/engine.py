@@ -129,6 +129,7 @@ def _engine_args(settings: PrefillSettings, control_path: str) -> Any:
         max_num_seqs=settings.max_num_seqs,
         enforce_eager=settings.enforce_eager,
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         distributed_executor_backend="uni",
         kv_transfer_config=KVTransferConfig(
             kv_connector="HawkConnector",
@@ -156,7 +157,7 @@ def _prepare_environment(settings: PrefillSettings) -> None:
         # between processes in each step.
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
     )
-    logging.getLogger("vllm").setLevel(logging.INFO if settings.log_level == "debug" else logging.WARNING)
+    logging.getLogger("vllm").setLevel(logging.INFO if settings.log_level == "debug" else logging.ERROR)
 
 
 def _choose_fork(config: Any) -> None:

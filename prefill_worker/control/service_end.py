@@ -38,7 +38,7 @@ class ServiceEnd:
         self._listener.listen()
         self._server: asyncio.Server | None = None
         self._workers: dict[int, asyncio.StreamWriter] = {}
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._joined: asyncio.Queue[Joined] = asyncio.Queue()
         self._closing = False
 
@@ -73,18 +73,29 @@ class ServiceEnd:
             if not writer.is_closing():
                 writer.write(encode(message))
 
-    def close(self) -> None:
+    def stop_watching(self) -> None:
+        """The engine is about to be shut down: its end is no loss."""
         self._closing = True
+
+    async def wait_closed(self, timeout_s: float = 2.0) -> None:
+        """End the connections, once the engine is down."""
         if self._server is not None:
             self._server.close()
-        for writer in list(self._writers):
+        for writer in self._connections.values():
             writer.close()
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=timeout_s)
+
+    def close(self) -> None:
+        """Leave nothing in the file system."""
         self._listener.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         joined: Joined | None = None
-        self._writers.add(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
         try:
             _check_owner(writer.get_extra_info("socket"))
             first = await _receive(reader)
@@ -102,7 +113,7 @@ class ServiceEnd:
         except Exception:
             log.exception("control channel broken")
         finally:
-            self._writers.discard(writer)
+            self._connections.pop(task, None)
             with contextlib.suppress(ConnectionError):
                 writer.close()
             if joined is not None and not self._closing:

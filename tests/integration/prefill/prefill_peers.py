@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from decode_worker.pool import KVPool
 from transport.backends.shm import ShmReceiver
 from transport.generation import new_generation
 from transport.geometry import KVGeometry
+from transport.geometry.floats import SourceDtype
 from transport.kernels.reference import read_kv
 from transport.messages import (
     Endpoint,
@@ -48,6 +49,8 @@ ROOT = Path(__file__).parents[3]
 HOST = Path(__file__).with_name("prefill_host.py")
 NAME = "p0"
 POISON = 0xA5
+DEAD_AFTER_S = 60.0
+"""The tests compare megabytes in the event loop's thread."""
 
 M = TypeVar("M", bound=Message)
 
@@ -62,7 +65,8 @@ class Worker:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        values = {"name": NAME, "port": self.port, "model": model, "threads": 1, "max_model_len": 1024, **settings}
+        values = {"name": NAME, "port": self.port, "model": model, "threads": 1, "max_model_len": 1024}
+        values |= {"dead_after_s": DEAD_AFTER_S} | settings
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in values.items()]
         self.log = directory / "prefill.log"
         with self.log.open("ab") as log:
@@ -137,15 +141,29 @@ async def eventually(check: Any, timeout_s: float = 10, every_s: float = 0.02) -
 class Decode:
     """A decode worker's pool on an emulated NPU, and its data plane; it acknowledges what lands unless told not to."""
 
-    def __init__(self, name: str, model: Path, directory: Path, *, kv_path: KVPath = "hawk", **geometry: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Path,
+        directory: Path,
+        *,
+        kv_path: KVPath = "hawk",
+        source_dtype: SourceDtype | None = None,
+        **geometry: Any,
+    ) -> None:
         self.name = name
         self.generation = new_generation()
         shape = kv_shape(model)
         options = {"block_size": 32, "num_blocks": 128, "num_channels": 8, "dtype": "float32"} | geometry
         self.geometry = KVGeometry(shape.num_layers, shape.num_kv_heads, shape.head_dim, **options)
         self.device = EmulatedNpu(self.geometry.num_channels, 1 << 30, name=name)
-        dtype = "float32" if self.geometry.dtype == "float32" else "bfloat16"
-        self.pool = KVPool(self.device, self.geometry, kv_path=kv_path, staging_size=1 << 27, source_dtype=dtype)
+        self.pool = KVPool(
+            self.device,
+            self.geometry,
+            kv_path=kv_path,
+            staging_size=1 << 27,
+            source_dtype=source_dtype or self.geometry.dtype,  # type: ignore[arg-type]
+        )
         self.address = str(directory / f"{name}.sock")
         self.receiver = ShmReceiver(name, self.generation, TOKEN, self.pool.handed_out(), self, self.address)
         self.model = model_info(model, "m", 1024)
@@ -228,6 +246,7 @@ class Router:
             on_message=self._message,
             on_down=lambda error: None,
             ping_interval_s=0.1,
+            dead_after_s=DEAD_AFTER_S,
         )
         self.hello: Hello | None = None
         self._ids = itertools.count()
@@ -320,7 +339,3 @@ async def decode_of(name: str, model: Path, directory: Path, **options: Any) -> 
 def tokens_of(seed: int, count: int, vocab: int = 49152) -> list[int]:
     """A prompt nobody else has."""
     return np.random.default_rng(seed).integers(100, vocab, count).tolist()
-
-
-def seeds() -> Iterator[int]:
-    return itertools.count(1000)
