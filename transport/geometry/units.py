@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -22,20 +22,29 @@ Ints = npt.NDArray[np.int64]
 class Units:
     """Units of tokens [start, stop) in one tensor: the same for every tensor of the pool.
 
-    `channels` and `slots`: int64 [T, H, C] for token tile, head and column. `order`: flat indices of the
-    units by (channel, slot), which is the order of the staging buffer; `counts[c]` units go to channel c.
+    `channels` and `slots`: int64 [T, H, C] for token tile, head and column; read-only.
     """
 
     unit_bytes: int
+    num_channels: int
     channels: Ints
     slots: Ints
-    order: Ints
-    counts: Ints
 
     @property
     def size(self) -> int:
         """Units in one tensor."""
-        return int(self.order.size)
+        return self.slots.size
+
+    @cached_property
+    def order(self) -> Ints:
+        """Flat indices of the units by (channel, slot): the order of the staging buffer."""
+        order: Ints = np.lexsort((self.slots.reshape(-1), self.channels.reshape(-1)))
+        return order
+
+    @cached_property
+    def counts(self) -> Ints:
+        """int64 [Nch]: units that go to each channel."""
+        return np.bincount(self.channels.reshape(-1), minlength=self.num_channels)
 
     def staging_positions(self, num_tensors: int) -> tuple[Ints, Ints]:
         """(first, step), both int64 [T, H, C] in units: tensor i of a staging buffer has its unit at first + i·step.
@@ -84,16 +93,9 @@ def _units(geometry: KVGeometry, used: tuple[int, ...], start: int, stop: int) -
     row_index = (block[:, None] * geometry.num_kv_heads + heads) * rows_per_block + row[:, None]
     page = row_index[:, :, None] * columns + column
     channels, slots = page % geometry.num_channels, page // geometry.num_channels
-    units = Units(
-        unit_bytes=unit_bytes(geometry),
-        channels=channels,
-        slots=slots,
-        order=np.lexsort((slots.reshape(-1), channels.reshape(-1))),
-        counts=np.bincount(channels.reshape(-1), minlength=geometry.num_channels),
-    )
-    for array in (units.channels, units.slots, units.order, units.counts):
+    for array in (channels, slots):
         array.flags.writeable = False
-    return units
+    return Units(unit_bytes(geometry), geometry.num_channels, channels, slots)
 
 
 def unit_bytes(geometry: KVGeometry) -> int:

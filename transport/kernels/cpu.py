@@ -6,6 +6,7 @@ Same entry points and same bytes as `transport.kernels.reference`. The heavy par
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -202,21 +203,23 @@ class _Job:
             return
         groups, head_stride, row_stride, column_stride = self._sides[v]
         layers = self._source.addresses[[chosen[i] // 2 for i in mine]]
-        units = np.ascontiguousarray(units)
-        steps = units if steps is None else np.ascontiguousarray(steps)
-        shift, place = (np.asarray([values[i] for i in mine], np.int64) for values in (shifts, places))
+        parts = (
+            layers,
+            groups,
+            self._valid,
+            units.reshape(-1),
+            (units if steps is None else steps).reshape(-1),
+            [shifts[i] for i in mine],
+            [places[i] for i in mine],
+        )
+        memory = np.concatenate(parts, dtype=np.int64)  # one array: asking numpy for an address is slow
+        starts = itertools.accumulate((8 * len(part) for part in parts[:-1]), initial=address(memory))
         kernel(variant)(
             len(mine),
             self.tiles,
             self._geometry.num_kv_heads,
             self._geometry.head_dim // TILE,
-            address(layers),
-            address(groups),
-            address(self._valid),
-            address(units),
-            address(steps),
-            address(shift),
-            address(place),
+            *starts,
             head_stride,
             row_stride,
             column_stride,

@@ -152,8 +152,8 @@ def _emit(b: Builder, variant: Variant, args: dict[str, Value]) -> None:
             unit = unit_at(row if variant.rows else b.add(b.mul(row, args["columns"]), column))
             with _loop(b, i64(2)) as half:
                 start, count = group_at(half)
-                for side in (0, 1):
-                    dim = b.add(b.mul(column, i64(TILE)), i64(side * FACE))
+                with _loop(b, i64(2)) as side:
+                    dim = b.add(b.mul(column, i64(TILE)), b.mul(side, i64(FACE)))
                     source = _face_source(b, variant, start, dim, args)
                     _face(b, variant, source, count, _Target.of(b, variant, unit, half, side, dim, target_stride))
 
@@ -169,7 +169,7 @@ class _Target:
 
     @classmethod
     def of(
-        cls, b: Builder, variant: Variant, unit: Value, half: Value, side: int, dim: Value, target_stride: Value
+        cls, b: Builder, variant: Variant, unit: Value, half: Value, side: Value, dim: Value, target_stride: Value
     ) -> _Target:
         if variant.rows:
             item = TILE_BYTES[variant.target] // TILE**2
@@ -179,7 +179,7 @@ class _Target:
         block_float = variant.target in MANTISSA_BITS
         header = 4 * FACE if block_float else 0
         row_bytes = (TILE_BYTES[variant.target] - header) // (4 * FACE)
-        face = b.add(b.mul(half, i64(2)), i64(side))
+        face = b.add(b.mul(half, i64(2)), side)
         data = b.add(unit, b.add(b.mul(face, i64(FACE * row_bytes)), i64(header)))
         exponents = b.add(unit, b.mul(face, i64(FACE))) if block_float else None
         return cls(data, i64(row_bytes), row_bytes, exponents)

@@ -46,7 +46,7 @@ def through_tiles(values: np.ndarray, dtype: str, rope: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(case=cases())
 def test_reading_back_gives_the_kv(kernel: ModuleType, case: Case) -> None:
     channels = write(kernel, case, [(0, case.tokens)])
@@ -60,7 +60,7 @@ def test_reading_back_gives_the_kv(kernel: ModuleType, case: Case) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(case=cases(layouts=("npu",)))
 def test_block_floats_stay_within_a_step_of_their_row(kernel: ModuleType, case: Case) -> None:
     if case.geometry.dtype not in BITS:
@@ -74,7 +74,7 @@ def test_block_floats_stay_within_a_step_of_their_row(kernel: ModuleType, case: 
         assert (np.abs(values - expected) <= step).all()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(cases(), st.data())
 def test_the_cpu_kernel_equals_the_reference(case: Case, data: st.DataObject) -> None:
     ranges = data.draw(splits(case.tokens))
@@ -88,7 +88,7 @@ def test_the_cpu_kernel_equals_the_reference(case: Case, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(case=cases(), data=st.data())
 def test_any_split_into_chunks_gives_the_bytes_of_one_push(kernel: ModuleType, case: Case, data: st.DataObject) -> None:
     whole = write(kernel, case, [(0, case.tokens)])
@@ -97,7 +97,7 @@ def test_any_split_into_chunks_gives_the_bytes_of_one_push(kernel: ModuleType, c
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(case=cases())
 def test_rows_past_the_prompt_in_the_last_tile_are_zero(kernel: ModuleType, case: Case) -> None:
     channels = write(kernel, case, [(0, case.tokens)])
@@ -108,7 +108,7 @@ def test_rows_past_the_prompt_in_the_last_tile_are_zero(kernel: ModuleType, case
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(case=cases(), data=st.data())
 def test_relayout_of_linear_staging_equals_the_direct_path(kernel: ModuleType, case: Case, data: st.DataObject) -> None:
     pool, dtype = case.geometry, case.source.layout.dtype

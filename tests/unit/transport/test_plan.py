@@ -47,7 +47,7 @@ def coverage(case: Case, runs: list[Run]) -> list[np.ndarray]:
     return counts
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(cases(), st.data())
 def test_plan_writes_every_byte_of_the_range_once_and_nothing_else(case: Case, data: st.DataObject) -> None:
     start, stop = data.draw(st.sampled_from(data.draw(splits(case.tokens))))
@@ -56,7 +56,7 @@ def test_plan_writes_every_byte_of_the_range_once_and_nothing_else(case: Case, d
         assert np.array_equal(count, mask.astype(np.int32))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(cases())
 def test_plan_on_poisoned_memory_gives_the_tensor_and_leaves_the_rest(case: Case) -> None:
     channels = case.poisoned()
@@ -70,7 +70,7 @@ def test_plan_on_poisoned_memory_gives_the_tensor_and_leaves_the_rest(case: Case
         assert np.array_equal(got, expected)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(cases())
 def test_runs_consume_the_staging_buffer_in_order_and_whole(case: Case) -> None:
     runs = plan(case.geometry, case.bases, case.dst_blocks, 0, case.tokens)
@@ -80,7 +80,7 @@ def test_runs_consume_the_staging_buffer_in_order_and_whole(case: Case) -> None:
     assert [run.region for run in runs] == sorted(run.region for run in runs)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(cases())
 def test_no_fewer_runs_are_possible(case: Case) -> None:
     """A run per maximal stretch of owned bytes: where `bases` ascend, neighbours in memory share a run."""
@@ -91,7 +91,7 @@ def test_no_fewer_runs_are_possible(case: Case) -> None:
     assert len(runs) == stretches
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(cases(layouts=("npu",), adjacent=True))
 def test_adjacent_blocks_are_one_run_per_channel_and_tensor(case: Case) -> None:
     pool = case.geometry
@@ -137,7 +137,7 @@ def test_blocks_and_tensors_that_do_not_exist_are_refused() -> None:
         plan(pool, [0], [0], 0, 32)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(cases(), st.data())
 def test_linear_staging_filled_chunk_by_chunk_is_the_whole_prompt(case: Case, data: st.DataObject) -> None:
     pool, dtype = case.geometry, case.source.layout.dtype
@@ -155,7 +155,7 @@ def test_linear_staging_filled_chunk_by_chunk_is_the_whole_prompt(case: Case, da
         assert np.array_equal(got, want)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(cases(layouts=("npu",)), st.data())
 def test_contiguous_staging_filled_chunk_by_chunk_is_the_whole_lease(case: Case, data: st.DataObject) -> None:
     pool = case.geometry

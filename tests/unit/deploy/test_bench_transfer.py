@@ -1,0 +1,60 @@
+"""The transfer benchmark moves what it says by every path, and its ratios are those of its rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deploy.bench import transfer
+from deploy.bench.transfer import MIB, Row
+
+
+def run(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, float]]:
+    assert transfer.main(["--json", "--layers", "2", "--rounds", "1", "--sizes", "0.5", "1", *flags]) == 0
+    return json.loads(capsys.readouterr().out)["results"]
+
+
+def test_json_names_every_path_and_size(capsys: pytest.CaptureFixture[str]) -> None:
+    results = run(capsys)
+    expected = {(path, int(size * MIB)) for size in (0.5, 1) for path in ("gg-direct", "gn-hawk", "gg-host", "gn-host")}
+    assert {(row["path"], row["bytes"]) for row in results} == expected
+    for row in results:
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+        assert row["landed_bytes"] == row["bytes"]  # bf16 stays bf16
+
+
+@pytest.mark.parametrize("pages", ["nhd", "vec", "amx"])
+def test_every_page_layout_lands_as_block_floats_in_seven_channels(
+    capsys: pytest.CaptureFixture[str], pages: str
+) -> None:
+    """`main` itself compares what landed with the reference."""
+    results = run(capsys, "--pages", pages, "--kv-dtype", "bfp8_b", "--channels", "7", "--block-size", "32")
+    hawk = next(row for row in results if row["path"] == "gn-hawk")
+    assert hawk["landed_bytes"] == hawk["bytes"] // 2048 * 1088
+
+
+def test_a_path_that_lands_something_else_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = transfer.write
+
+    def skips_pieces(*arguments: object) -> int:
+        return 0 if arguments[-1].start else real(*arguments)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(transfer, "write", skips_pieces)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", MIB // 8)
+    with pytest.raises(RuntimeError, match="is not what was pushed"):
+        transfer.main(["--json", "--layers", "2", "--rounds", "1", "--sizes", "1"])
+
+
+def test_ratios_are_against_gg_host_gg_direct_and_memcpy() -> None:
+    host, direct, hawk = Row("gg-host", 100, 4.0, 100), Row("gg-direct", 100, 1.0, 100), Row("gn-hawk", 100, 2.0, 50)
+    row = hawk.json(host, direct, memcpy_s=0.5)
+    assert row["latency_vs_gg_host"] == 0.5
+    assert row["speed_vs_gg_direct"] == 0.5
+    assert row["speed_vs_memcpy"] == 0.25
+
+
+@pytest.mark.parametrize("flags", [["--sizes", "0"], ["--rounds", "0"], ["--channels", "-1"], ["--block-size", "48"]])
+def test_senseless_flags_are_refused(flags: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        transfer.parse(flags)
