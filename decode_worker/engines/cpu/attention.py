@@ -31,12 +31,14 @@ def exp(x):
     return p * bits_float(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
-@kernel("nnan", "nsz")
+@kernel()
 def _largest(values, count):
-    top = values[0]
+    """The maximum, by integer keys in the order of the floats: maxima of floats do not vectorise."""
+    bits = values.view(np.int32)
+    top = np.int32(-(1 << 31))
     for i in range(count):
-        top = max(top, values[i])
-    return top
+        top = max(top, np.int32(bits[i] ^ ((bits[i] >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+    return bits_float(np.uint32(top ^ ((top >> np.int32(31)) & np.int32(0x7FFFFFFF))))
 
 
 @kernel("reassoc", "contract")
