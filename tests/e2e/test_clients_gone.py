@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -18,9 +19,8 @@ async def gone_when(deployment: Deployment, tokens: int, phase: Callable[[], boo
     """Send a long request, disconnect as soon as `phase` is seen, and expect everything back."""
     prompt = new_prompt(deployment, tokens)
     async with deployment.client("r0") as client:
-        task = asyncio.create_task(client.ask(prompt, stream=stream, max_tokens=300, ignore_eos=True))
-        await deployment.until(phase, what, every_s=0.01)
-        assert not task.done(), f"ended before it was {what}"
+        task = asyncio.create_task(client.ask(prompt, stream=stream, max_tokens=100, ignore_eos=True))
+        await deployment.until(phase, what, during=task)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     await deployment.until_idle()
@@ -30,18 +30,27 @@ async def gone_when(deployment: Deployment, tokens: int, phase: Callable[[], boo
 @pytest.mark.parametrize("stream", [False, True])
 async def test_case_02_gone_while_prefill_runs(deployment: Deployment, stream: bool) -> None:
     """Reserved on D, being prefilled on P: neither keeps a block."""
-    await gone_when(
-        deployment,
-        900,
-        lambda: deployment.leases("d0") > 0 and deployment.held_by_prefill("p0") > 0,
-        "in prefill",
-        stream=stream,
-    )
+    await gone_when(deployment, 900, lambda: deployment.in_prefill("p0", "d0"), "in prefill", stream=stream)
 
 
 async def test_case_10_gone_in_the_middle_of_the_push(deployment: Deployment) -> None:
-    """Part of the KV has been written: the lease is fenced, the engines live on."""
-    await gone_when(deployment, 900, lambda: deployment.leases("d0", "writing") > 0, "being pushed", stream=True)
+    """Part of the KV has been written: the lease is fenced, nobody crashes, the pool is full again."""
+    chunks = 7
+    async with deployment.client("r0") as client:
+        before = time.monotonic()
+        await client.ask(new_prompt(deployment, chunks * 128), max_tokens=1)
+        prefill_s = time.monotonic() - before
+    fences = deployment.fences("d0")
+    started = []
+
+    def half_done() -> bool:
+        """Of the chunks of this prefill some have been pushed, some are still to be computed."""
+        if not started and deployment.in_prefill("p0", "d0"):
+            started.append(time.monotonic())
+        return bool(started) and time.monotonic() - started[0] > prefill_s / 2
+
+    await gone_when(deployment, chunks * 128, half_done, "half pushed", stream=True)
+    assert deployment.fences("d0") == fences + 1, "the writer had no right to write any more"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -56,13 +65,13 @@ async def test_case_11_gone_while_queued(deployment: Deployment) -> None:
             asyncio.create_task(client.ask(new_prompt(deployment, 500), max_tokens=4, ignore_eos=True))
             for _ in range(4)
         ]
-        await deployment.until(lambda: deployment.held_by_prefill("p0") > 0, "in prefill", every_s=0.01)
+        await deployment.until(lambda: deployment.held_by_prefill("p0") > 0, "in prefill")
         async with deployment.client("r0") as other:
             behind = [
-                asyncio.create_task(other.ask(new_prompt(deployment, 700), max_tokens=300, ignore_eos=True))
+                asyncio.create_task(other.ask(new_prompt(deployment, 700), max_tokens=200, ignore_eos=True))
                 for _ in range(12)
             ]
-            await deployment.until(lambda: deployment.requests("r0") >= 16, "all are known to the router", every_s=0.01)
+            await deployment.until(lambda: deployment.requests("r0") >= 16, "all are known to the router")
             for task in behind:
                 task.cancel()
             await asyncio.gather(*behind, return_exceptions=True)

@@ -41,12 +41,12 @@ async def test_case_39_one_token_is_one_token(deployment: Deployment, answers: l
 
 
 async def test_case_m6_one_token_never_touches_decode(deployment: Deployment, answers: list[Answer]) -> None:
-    before = deployment.reservations("d0")
+    before = deployment.reservations("r0")
     async with deployment.client("r0") as client:
         for tokens in (8, 129, 321):
             outcome = await client.ask(by_length(answers, tokens).prompt, max_tokens=1)
             assert outcome.completion_tokens == 1
-    assert deployment.reservations("d0") == before
+    assert deployment.reservations("r0") == before
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -26,34 +26,41 @@ async def assert_serves(deployment: Deployment, answers: list[Answer], router: s
     assert (outcome.status, outcome.text) == (200, answer.text_of(deployment.book, 8)), outcome.error
 
 
-async def kill_prefill_when(deployment: Deployment, answers: list[Answer], phase: str) -> None:
-    """SIGKILL the only P when D's lease is in `phase`: an error for the client, all back on D, restart heals."""
+async def kill_prefill(deployment: Deployment, answers: list[Answer], share: float) -> None:
+    """SIGKILL the only P after `share` of a prefill: an error for both clients, all back on D, a restart heals."""
+    tokens = 896
     async with deployment.client("r0") as client:
-        whole = asyncio.create_task(client.ask(new_prompt(deployment, 900), stream=False, max_tokens=8))
-        streamed = asyncio.create_task(client.ask(new_prompt(deployment, 900), stream=True, max_tokens=8))
-        await deployment.until(lambda: deployment.leases("d0", phase) > 0, phase, every_s=0.005)
+        before = time.monotonic()
+        await client.ask(new_prompt(deployment, tokens), max_tokens=1)
+        delay_s = share * (time.monotonic() - before)
+        whole = asyncio.create_task(client.ask(new_prompt(deployment, tokens), stream=False, max_tokens=8))
+        await deployment.until(lambda: deployment.in_prefill("p0", "d0"), "in prefill", during=whole)
+        streamed = asyncio.create_task(client.ask(new_prompt(deployment, tokens), stream=True, max_tokens=8))
+        await asyncio.wait([whole], timeout=delay_s)
         deployment.cluster.kill("p0")
-        outcomes = await asyncio.wait_for(asyncio.gather(whole, streamed), 60)
+        outcomes = await asyncio.wait_for(asyncio.gather(whole, streamed), 100)
     for outcome in outcomes:
         assert outcome.error is not None, "a request whose prefill died must not look like a success"
-        assert outcome.status in (502, 503, 504) or (outcome.status == 200 and outcome.done <= 1)
-        assert not outcome.text or outcome.finish_reason is None
+        assert outcome.error["message"]
+        assert outcome.status in (502, 503, 504)
+        assert not outcome.text
     eventually(lambda: deployment.pool_full("d0"), "D's blocks are back while P is dead", 30)
     eventually(lambda: not deployment.cluster.orphans("p0"), "no process of the killed P is left", 30)
     eventually(lambda: deployment.cluster.ready_status("r0") == 503, "/ready of the router says 503", 15)
     deployment.cluster.restart("p0")
-    deployment.cluster.wait_ready("r0", timeout_s=30)
+    deployment.cluster.wait_ready("r0", "r1", timeout_s=30)
     await assert_serves(deployment, answers)
     await deployment.until_idle()
 
 
 async def test_prefill_killed_before_the_push(deployment: Deployment, answers: list[Answer]) -> None:
-    await kill_prefill_when(deployment, answers, "reserved")
+    """The first of seven chunks is being computed."""
+    await kill_prefill(deployment, answers, share=0.02)
 
 
 async def test_case_18_prefill_killed_in_mid_push_reconnects(deployment: Deployment, answers: list[Answer]) -> None:
-    """The restarted P serves without a restart of D."""
-    await kill_prefill_when(deployment, answers, "writing")
+    """Half of the chunks have been written. The restarted P serves without a restart of D."""
+    await kill_prefill(deployment, answers, share=0.5)
 
 
 async def test_case_m3_and_m8_decode_killed_in_mid_stream(deployment: Deployment, answers: list[Answer]) -> None:
@@ -64,7 +71,7 @@ async def test_case_m3_and_m8_decode_killed_in_mid_stream(deployment: Deployment
         whole = asyncio.create_task(
             client.ask(new_prompt(deployment, 60), stream=False, max_tokens=400, ignore_eos=True)
         )
-        await deployment.until(lambda: deployment.decoding("d0") == 2, "decoding", every_s=0.02)
+        await deployment.until(lambda: deployment.decoding("d0") == 2, "decoding")
         deployment.cluster.kill("d0")
         died = time.monotonic()
         outcome, other = await asyncio.wait_for(asyncio.gather(streamed, whole), 20)
@@ -107,7 +114,7 @@ async def test_router_killed_frees_both_workers(deployment: Deployment, answers:
             asyncio.create_task(client.ask(new_prompt(deployment, tokens), max_tokens=400, ignore_eos=True))
             for tokens in (60, 900)
         ]
-        await deployment.until(lambda: deployment.decoding("d0") > 0, "decoding", every_s=0.02)
+        await deployment.until(lambda: deployment.decoding("d0") > 0, "decoding")
         deployment.cluster.kill("r0")
         await asyncio.gather(*tasks, return_exceptions=True)
     eventually(lambda: deployment.pool_full("d0"), "D's blocks are back", 30)

@@ -99,6 +99,15 @@ class Deployment:
         names = ("unprefilled_requests", "pushing_requests", "held_requests")
         return int(sum(metrics.value(f"hawk_prefill_{name}") for name in names))
 
+    def in_prefill(self, prefill: str, decode: str) -> bool:
+        """P computes, with a lease on D."""
+        computing = self.cluster.metrics(prefill).value("hawk_prefill_unprefilled_requests")
+        return computing > 0 and self.leases(decode) > 0
+
+    def fences(self, decode: str) -> int:
+        """Leases whose writer D has cut off so far."""
+        return int(self.cluster.metrics(decode).value("hawk_decode_fences_total"))
+
     def reservations(self, router: str) -> int:
         return int(self.cluster.metrics(router).value("hawk_router_reservations_total"))
 
@@ -138,13 +147,22 @@ class Deployment:
     async def until_idle(self, timeout_s: float = 20) -> None:
         await asyncio.to_thread(self.assert_idle, timeout_s)
 
-    async def until(self, check: Callable[[], bool], what: str, timeout_s: float = 60, every_s: float = 0.02) -> None:
-        """Poll another process's state without holding up the test's own streams."""
+    async def until(
+        self,
+        check: Callable[[], bool],
+        what: str,
+        timeout_s: float = 60,
+        *,
+        during: asyncio.Task[Any] | None = None,
+    ) -> None:
+        """Poll another process's state without holding up the test's own streams; `during` must not end before."""
         deadline = time.monotonic() + timeout_s
         while not await asyncio.to_thread(check):
+            if during is not None and during.done():
+                raise NotInTime(f"{what}: the request ended first: {during.result()}")
             if time.monotonic() > deadline:
                 raise NotInTime(f"{what}: not within {timeout_s} s; {self.residue()}")
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(0.01)
 
     def assert_ready(self) -> None:
         for name, role in self.cluster.roles.items():
