@@ -71,5 +71,5 @@ lock: ## hashes of deploy/requirements/*.in into *.txt
 	python3.11 deploy/requirements/compile.py
 
 clean: ## remove the environment, the model and all caches
-	rm -rf .venv .venv.lock .hawk build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .hawk build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,7 +22,7 @@ from deploy.model import DEFAULT, models_dir, verify
 PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", re.MULTILINE)
 WANTED_MEMORY = 5 * GIB
 PORTS = {"router": 8000, "prefill": 8100, "decode": 8200}
-OPTIONAL_MODULES = {"numba": "the KV kernels", "vllm": "the prefill role", "torch": "the decode role"}
+OPTIONAL_MODULES = {"numba": "kernels and the decode role", "vllm": "the prefill role", "tokenizers": "the router role"}
 
 
 @dataclass(frozen=True)

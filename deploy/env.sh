@@ -43,8 +43,8 @@ ticker() { while sleep 1; do printf '\r      installing … %3d s\r' $SECONDS; d
 locked() { pip_install "$1" --no-deps --require-hashes --only-binary :all: -r "$locks/$1.txt"; }
 
 no_torch() {
-    fail "PyTorch's CPU build could not be installed (above: why)." \
-        "pip looks where it is configured to look. If that place does not offer $(grep -o '^torch==[^ ]*' $locks/engine.txt)," \
+    fail "PyTorch's CPU build or vLLM could not be installed (above: why)." \
+        "pip looks where it is configured to. If no index there offers $(grep -o '^torch==[^ ]*' $locks/engine.txt)," \
         "give it one more index, PyTorch's own for CPUs (its address is in README.md, 'Set-up'):" \
         "    make up PIP_EXTRA_INDEX_URL=…"
 }
@@ -56,7 +56,7 @@ complete() { made runtime "$base" && made project "$project" && { [ "$group" != 
 if complete; then exit 0; fi
 
 # Two `make`s at once: the second waits for the first, then finds the work done.
-exec 9>.venv.lock
+exec 9<deploy/env.sh
 flock 9
 if complete; then exit 0; fi
 if [ -t 1 ]; then

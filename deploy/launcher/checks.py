@@ -15,7 +15,7 @@ from transport.errors import ConfigurationError
 MODULES = {
     "router": ("fastapi", "uvicorn", "websockets", "msgpack", "tokenizers", "jinja2"),
     "prefill": ("vllm", "torch", "transformers", "numba"),
-    "decode": ("torch", "safetensors", "msgpack"),
+    "decode": ("numba", "llvmlite", "msgpack"),
 }
 #: resident memory of a role without weights and KV (measured), in bytes
 RUNTIME = {"router": 0.2 * GIB, "prefill": 1.4 * GIB, "decode": 0.6 * GIB}

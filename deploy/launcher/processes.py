@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ TAIL_BYTES = 4000
 #: a line of our own loggers as `transport.logging` writes it: time, level, role, logger, message
 OWN_LINE = re.compile(r"^\S+Z [A-Z]+ +\w+ (?:router|prefill_worker|decode_worker|transport)[\w.]*: (.*)$", re.MULTILINE)
 EXIT_S = 5.0
-"""Seconds for a role to end after its own grace is over."""
+"""Seconds that a role gets on top of its grace, to close what it has open."""
 
 
 @dataclass
@@ -44,13 +44,19 @@ class Running:
             return file.read().decode(errors="replace")
 
 
-class Processes:
-    """Context manager: on exit every process is gone, whatever happened."""
+def role_command(member: Member) -> list[str]:
+    """The role's process; all its settings are in its environment."""
+    return [sys.executable, "-m", "deploy.cli", member.role]
 
-    def __init__(self, directory: Path, grace_s: float) -> None:
+
+class Processes:
+    """Context manager: on exit every process is gone, whatever happened. `grace_s`: what roles get to finish."""
+
+    def __init__(self, directory: Path, grace_s: float, command: Callable[[Member], list[str]] = role_command) -> None:
         self.directory = directory
         self.running: list[Running] = []
         self._grace_s = grace_s
+        self._command = command
 
     def __enter__(self) -> Processes:
         return self
@@ -77,7 +83,7 @@ class Processes:
 
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "deploy.cli", member.role],
+                    self._command(member),
                     env=dict(member.env),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
@@ -97,7 +103,7 @@ class Processes:
             for one in reversed(self.running):  # the router first: it tells its clients
                 if one.process.poll() is None:
                     one.process.terminate()
-            deadline = time.monotonic() + self._grace_s + EXIT_S
+            deadline = time.monotonic() + self._grace_s
             for one in self.running:
                 try:
                     one.process.wait(max(0.0, deadline - time.monotonic()))

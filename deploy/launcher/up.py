@@ -16,7 +16,7 @@ from typing import Any
 from deploy.home import home
 from deploy.launcher.checks import check
 from deploy.launcher.plan import Member, plan
-from deploy.launcher.processes import Processes, Running
+from deploy.launcher.processes import EXIT_S, Processes, Running
 from deploy.launcher.settings import UpSettings
 from deploy.launcher.status import StatusLine
 from deploy.machine import cores
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     stop = _stop_on_signals()
     directory = home() / "run" / str(settings.port)
     try:
-        with Processes(directory, settings.grace_s) as processes:
+        with Processes(directory, settings.grace_s + EXIT_S) as processes:
             processes.start(members)
             status = _serve(settings, processes, stop)
             _say("stopping …")
