@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -69,10 +70,11 @@ def parse_cpus(text: str) -> set[int]:
     """`"0-3,8"` → {0, 1, 2, 3, 8}. Raises ValueError where it is no such list or names CPUs we may not use."""
     cpus: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if match is None:
             raise ValueError(f"cpus: {text!r} is not a list like 0-3,8")
-        cpus |= set(range(int(first), int(last or first) + 1))
+        first = int(match[1])
+        cpus |= set(range(first, int(match[2] or first) + 1))
     if missing := cpus - os.sched_getaffinity(0):
         raise ValueError(f"cpus: {sorted(missing)} are not available to this process")
     return cpus

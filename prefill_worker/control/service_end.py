@@ -61,7 +61,7 @@ class ServiceEnd:
                 joined = await asyncio.wait_for(self._joined.get(), timeout_s)
                 log.info("engine %s joined, pid %d", joined.part, joined.pid)
                 kv = joined.kv or kv
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise EngineFailed(f"the engine's connector did not report within {timeout_s:g} s") from None
         if kv is None:
             raise EngineFailed("the engine's connector did not describe its KV cache")

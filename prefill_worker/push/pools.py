@@ -35,9 +35,9 @@ def check_pool(pool: PoolDescription, kv: LocalKV, fingerprint: str) -> None:
             f"geometry says {geometry.num_tensors} in {geometry.num_channels}"
         )
     if (pool.staging is None) != (pool.kv_path == "hawk"):
-        raise GeometryMismatch(
-            f"decode worker {pool.worker}: kv_path {pool.kv_path} and its staging do not go together"
-        )
+        raise GeometryMismatch(f"decode worker {pool.worker}: its staging does not go with kv_path {pool.kv_path}")
+    if pool.staging_dtype not in (None, kv.dtype):
+        raise GeometryMismatch(f"decode worker {pool.worker} stages {pool.staging_dtype}, our KV is {kv.dtype}")
 
 
 class Pools:

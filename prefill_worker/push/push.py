@@ -129,7 +129,8 @@ class Push:
         except _Stopped:
             log.debug("push %s cancelled: %s", self.transfer_id, self._reason)
         except Exception as error:
-            outcome = self._failed(error)
+            if self._reason is None:  # else it is how a cancelled `complete` ends
+                outcome = self._failed(error)
         if writer is not None and not isinstance(outcome, Pushed):
             writer.abort(outcome.error.message if outcome is not None else self._reason or "cancelled")
         with self._changed:
