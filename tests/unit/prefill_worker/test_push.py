@@ -100,9 +100,9 @@ def test_a_push_that_ends_first_waits_for_the_engines_word() -> None:
 def test_case_01_an_abort_while_waiting_for_the_engine() -> None:
     rig = Rig()
     rig.push(0, 64, False)
-    until(lambda: rig.lease().log == ["chunk", "chunk"])
+    until(lambda: rig.lease().log == ["chunk", "chunk"] and not rig.lease().in_chunk.is_set())
     rig.pusher.cancel("t-r0", "client gone")
-    assert rig.pusher.collect({"r0"}) == {"r0"}
+    until(lambda: rig.pusher.collect({"r0"}) == {"r0"})
     until(lambda: rig.lease().aborted == "client gone")
     assert rig.reports == []
 
