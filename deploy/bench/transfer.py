@@ -170,25 +170,35 @@ class Bench:
         return pool, lease
 
 
-def measure(bench: Bench, tokens: Sequence[int], rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Medians of `rounds` turns; in each turn every path moves every size. → one JSON object per path and size."""
+def measure(
+    bench: Bench, tokens: Sequence[int], rounds: int, budget_s: float, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Medians over turns in which every path moves the same bytes once. → one JSON object per path and size.
+
+    A size gets `rounds` turns (three times as many below 160 MiB), fewer where its share of the time is up.
+    """
     for path in PATHS:
         bench.check(path, min(tokens))
     say("checked: every path leaves in its pool the bytes of the numpy reference")
     results = []
-    for count in tokens:
+    deadline = time.monotonic() + budget_s
+    for left, count in zip(range(len(tokens), 0, -1), tokens, strict=True):
         turns: list[dict[str, Row]] = []
         copies: list[float] = []
-        # small transfers are quick and noisy: more turns
+        started = time.monotonic()
+        share = (deadline - started) / left
         for _ in range(rounds if bench.bytes(count) >= 160 * MIB else 3 * rounds):
             copies.append(bench.memcpy(count))
             turns.append({path: bench.transfer(path, count) for path in PATHS})
+            if (time.monotonic() - started) * (1 + 1 / len(turns)) > share:
+                break
         rows = {}
         for path in PATHS:
             seconds = statistics.median(turn[path].seconds for turn in turns)
             rows[path] = Row(path, turns[0][path].bytes, seconds, turns[0][path].landed_bytes)
         memcpy_s = statistics.median(copies)
-        results += [row.json(rows["gg-host"], rows["gg-direct"], memcpy_s) for row in rows.values()]
+        for row in rows.values():
+            results.append(row.json(rows["gg-host"], rows["gg-direct"], memcpy_s) | {"turns": len(turns)})
         say(_line(count, rows, memcpy_s))
     return results
 
@@ -214,7 +224,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="hawk bench transfer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", type=float, nargs="+", default=list(SIZES), metavar="MB", help="MiB of source KV")
-    parser.add_argument("--rounds", type=int, default=5, help="turns per size; three times as many below 160 MB")
+    parser.add_argument("--rounds", type=int, default=5, help="turns per size at most; thrice as many below 160 MB")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time for all turns together, set-up not counted")
     parser.add_argument("--block-size", type=int, default=64, choices=(32, 64, 128), help="tokens, on both sides")
     parser.add_argument("--channels", type=int, default=8, help="DRAM channels of the NPU")
     parser.add_argument("--kv-dtype", default="bfloat16", choices=("float32", "bfloat16", "bfp8_b", "bfp4_b"))
@@ -249,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     geometry = KVGeometry(args.layers, 2, 128, args.block_size, blocks, args.channels, args.kv_dtype)
     say(
         f"{args.layers} layers, 2 KV heads, head dim 128, {args.pages} bf16 pages of {args.block_size} tokens → "
-        f"{args.kv_dtype} in {args.channels} channels; median of {args.rounds} turns or more"
+        f"{args.kv_dtype} in {args.channels} channels; medians"
     )
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hawk-bench-") as directory:
@@ -259,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench = Bench(setup, layout, receiver)
             say(_header())
             try:
-                results = measure(bench, tokens, args.rounds, say)
+                results = measure(bench, tokens, args.rounds, args.seconds, say)
             finally:
                 bench.close()
         finally:

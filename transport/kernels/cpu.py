@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -44,7 +45,8 @@ def transform_into(
     memory = _channel_addresses(channels, bases, geometry)
     first = memory[units.channels] + units.slots * units.unit_bytes
     aligned = not np.any(memory % LINE) and not any(bases[t] % LINE for t in chosen)
-    job.run(chosen, first, aligned, shifts=[bases[tensor] for tensor in chosen])
+    targets = _Targets(first, shifts=[bases[tensor] for tensor in chosen], row_stride=_gpu_row_bytes(geometry))
+    job.run(chosen, targets, aligned)
     return staging_size(units, len(chosen))
 
 
@@ -63,8 +65,13 @@ def transform(
     job = _Job(geometry, source, src_blocks, start, stop)
     staging = aligned_bytes(staging_size(units, len(chosen)))
     first, step = units.staging_positions(len(chosen))
-    places = range(len(chosen))
-    job.run(chosen, address(staging) + first * units.unit_bytes, True, steps=step * units.unit_bytes, places=places)
+    targets = _Targets(
+        address(staging) + first * units.unit_bytes,
+        places=range(len(chosen)),
+        steps=step * units.unit_bytes,
+        row_stride=_gpu_row_bytes(geometry),
+    )
+    job.run(chosen, targets, aligned=True)
     return staging
 
 
@@ -85,7 +92,8 @@ def to_linear(
     staging = aligned_bytes(len(chosen) * tensor_bytes)
     tile, head = np.arange(job.tiles)[:, None], np.arange(geometry.num_kv_heads)
     first = address(staging) + tile * TILE * row_bytes + head * head_bytes
-    job.copy_rows(chosen, first, [i * tensor_bytes for i in range(len(chosen))], row_bytes)
+    shifts = range(0, len(chosen) * tensor_bytes, tensor_bytes)
+    job.copy_rows(chosen, _Targets(first, shifts=shifts, row_stride=row_bytes))
     return staging
 
 
@@ -132,6 +140,30 @@ def _channel_addresses(channels: Sequence[Bytes], bases: Sequence[int], geometry
     return np.asarray([address(memory) for memory in channels], np.int64)
 
 
+@dataclass(frozen=True)
+class _Targets:
+    """Where units go: unit u of the i-th tensor to `units[u] + shifts[i] + places[i]·steps[u]`; None is all zeros.
+
+    `units`, `steps`: int64 [T, H, C] of a tiled target; [T, H], the first of 32 rows, of one whose rows are
+    `row_stride` bytes apart.
+    """
+
+    units: Ints
+    shifts: Sequence[int] | None = None
+    places: Sequence[int] | None = None
+    steps: Ints | None = None
+    row_stride: int = 0
+
+
+@dataclass(frozen=True)
+class _Side:
+    """K or V in a layer: bytes from its start to the first element, offsets of the groups of 16 rows, strides."""
+
+    start: int
+    groups: Ints
+    strides: tuple[int, int, int]
+
+
 class _Job:
     """One token range of one source, ready to run for any of its tensors."""
 
@@ -143,72 +175,52 @@ class _Job:
         token = start + np.arange(2 * self.tiles, dtype=np.int64) * FACE
         self._valid = np.clip(stop - token, 0, FACE)
         block = table[np.minimum(token // layout.block_size, len(table) - 1)]
-        self._item = ITEM_BYTES[layout.dtype]
-        self._rows = token % layout.block_size
-        self._blocks = block * layout.block_elements
-        self._sides = (self._side(v=False), self._side(v=True))
+        self._sides = [self._side(v, block * layout.block_elements, token % layout.block_size) for v in (False, True)]
 
-    def _side(self, v: bool) -> tuple[Ints, int, int, int]:
-        """(byte offset of each group of 16 rows; head, row and column strides in bytes) of K or V."""
-        head_stride, rows, columns = self._source.layout.offsets(v)
+    def _side(self, v: bool, blocks: Ints, rows: Ints) -> _Side:
+        item = ITEM_BYTES[self._source.layout.dtype]
+        head_stride, row_offsets, columns = self._source.layout.offsets(v)
+        first = int(row_offsets[0])
         # columns are equally spaced from one group of 16 to the next in every packing
-        column_stride = int(columns[FACE] - columns[0]) * self._item // FACE
-        groups = (self._blocks + rows[self._rows]) * self._item
-        return groups, head_stride * self._item, int(rows[1] - rows[0]) * self._item, column_stride
+        column_stride = int(columns[FACE] - columns[0]) * item // FACE
+        strides = (head_stride * item, int(row_offsets[1] - first) * item, column_stride)
+        return _Side(first * item, (blocks + row_offsets[rows] - first) * item, strides)
 
-    def run(
-        self,
-        chosen: Sequence[int],
-        units: Ints,
-        aligned: bool,
-        *,
-        shifts: Sequence[int] | None = None,
-        steps: Ints | None = None,
-        places: Sequence[int] | None = None,
-    ) -> None:
-        """Write tensors in the pool's layout: unit u of the i-th goes to `units[u] + shifts[i] + places[i]·steps[u]`.
+    def run(self, chosen: Sequence[int], targets: _Targets, aligned: bool) -> None:
+        """Write tensors in the pool's layout."""
+        geometry, layout = self._geometry, self._source.layout
+        self._run(chosen, targets, [_variant(geometry, layout, v, aligned) for v in (False, True)])
 
-        `units`, `steps`: int64 [T, H, C].
-        """
-        geometry = self._geometry
-        stride = geometry.page_bytes // TILE**2 * geometry.head_dim if geometry.layout == "gpu" else 0
-        zeros = [0] * len(chosen)
-        for v in (False, True):
-            variant = _variant(geometry, self._source.layout, v, aligned)
-            self._call(variant, v, chosen, units, steps, shifts or zeros, places or zeros, stride)
+    def copy_rows(self, chosen: Sequence[int], targets: _Targets) -> None:
+        """Write tensors row-major, elements as they are."""
+        layout = self._source.layout
+        bits: Literal["float32", "bfloat16"] = "float32" if layout.dtype == "float32" else "bfloat16"
+        variants = [Variant(_load(layout, v), False, bits, bits, rows=True, streaming=True) for v in (False, True)]
+        self._run(chosen, targets, variants)
 
-    def copy_rows(self, chosen: Sequence[int], units: Ints, shifts: Sequence[int], row_stride: int) -> None:
-        """Write tensors row-major, elements as they are: first row u of the i-th goes to `units[u] + shifts[i]`.
-
-        `units`: int64 [T, H].
-        """
-        bits: Literal["float32", "bfloat16"] = "float32" if self._item == 4 else "bfloat16"
-        for v in (False, True):
-            variant = Variant(_load(self._source.layout, v), False, bits, bits, rows=True, streaming=True)
-            self._call(variant, v, chosen, units, None, shifts, [0] * len(chosen), row_stride)
+    def _run(self, chosen: Sequence[int], targets: _Targets, variants: Sequence[Variant]) -> None:
+        """K and V of a layer in turn where one kernel does for both: they lie next to each other in memory."""
+        if variants[0] == variants[1] and self._sides[0].strides == self._sides[1].strides:
+            self._call(variants[0], self._sides[0], range(len(chosen)), chosen, targets)
+            return
+        for v, side in enumerate(self._sides):
+            mine = [i for i, tensor in enumerate(chosen) if tensor % 2 == v]
+            if mine:
+                self._call(variants[v], side, mine, chosen, targets)
 
     def _call(
-        self,
-        variant: Variant,
-        v: bool,
-        chosen: Sequence[int],
-        units: Ints,
-        steps: Ints | None,
-        shifts: Sequence[int],
-        places: Sequence[int],
-        target_stride: int,
+        self, variant: Variant, side: _Side, mine: Sequence[int], chosen: Sequence[int], targets: _Targets
     ) -> None:
-        mine = [i for i, tensor in enumerate(chosen) if tensor % 2 == v]
-        if not mine:
-            return
-        groups, head_stride, row_stride, column_stride = self._sides[v]
-        layers = self._source.addresses[[chosen[i] // 2 for i in mine]]
+        source, geometry = self._source, self._geometry
+        zeros = [0] * len(chosen)
+        shifts, places = targets.shifts or zeros, targets.places or zeros
+        layers = source.addresses[[chosen[i] // 2 for i in mine]]
         parts = (
-            layers,
-            groups,
+            layers + [self._sides[chosen[i] % 2].start for i in mine],
+            side.groups,
             self._valid,
-            units.reshape(-1),
-            (units if steps is None else steps).reshape(-1),
+            targets.units.reshape(-1),
+            (targets.units if targets.steps is None else targets.steps).reshape(-1),
             [shifts[i] for i in mine],
             [places[i] for i in mine],
         )
@@ -217,15 +229,18 @@ class _Job:
         kernel(variant)(
             len(mine),
             self.tiles,
-            self._geometry.num_kv_heads,
-            self._geometry.head_dim // TILE,
+            geometry.num_kv_heads,
+            geometry.head_dim // TILE,
             *starts,
-            head_stride,
-            row_stride,
-            column_stride,
-            self._geometry.head_dim,
-            target_stride,
+            *side.strides,
+            geometry.head_dim,
+            targets.row_stride,
         )
+
+
+def _gpu_row_bytes(geometry: KVGeometry) -> int:
+    """Bytes from one token row to the next in layout gpu; tiles have no such rows."""
+    return geometry.page_bytes // TILE**2 * geometry.head_dim if geometry.layout == "gpu" else 0
 
 
 def _load(layout: PageLayout, v: bool) -> Load:
