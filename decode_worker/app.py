@@ -11,7 +11,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from decode_worker.engines.base import Engine
-from decode_worker.leases import LeaseLimits
+from decode_worker.lease import LeaseLimits
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.npu.base import NpuDevice, OutOfDeviceMemory
 from decode_worker.npu.emulated import EmulatedNpu

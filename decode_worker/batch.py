@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from decode_worker.engines.base import DecodeBatch
-from decode_worker.leases import LeaseRecord
+from decode_worker.lease import LeaseRecord
 from decode_worker.sampler import SamplingParams
 from transport.messages import FinishReason
 

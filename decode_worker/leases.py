@@ -17,23 +17,14 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Protocol
 
+from decode_worker.admission import blocks_for, check
 from decode_worker.blocks import BlockPool, OutOfBlocks
+from decode_worker.lease import LeaseCounts, LeaseLimits, LeaseRecord, LeaseState, Owner
 from decode_worker.staging import StagingArea
 from transport.backends.base import Receiver
-from transport.errors import (
-    ContextLengthExceeded,
-    HawkError,
-    InvalidRequest,
-    LeaseExpired,
-    Overloaded,
-    ProtocolError,
-    PushFailed,
-)
-from transport.messages import Decode, Lease, Message, Reserve, Tokens, Writer
+from transport.errors import HawkError, LeaseExpired, Overloaded, ProtocolError, PushFailed
+from transport.messages import Lease, Reserve, Writer
 
 log = logging.getLogger(__name__)
 
@@ -41,78 +32,6 @@ REMEMBERED = 4096
 """Ended leases whose ids are remembered, so that late messages find a sensible answer."""
 
 FENCE_RETRY_S = 1.0
-
-
-class Owner(Protocol):
-    """The router session that a lease belongs to."""
-
-    def send(self, message: Message | Tokens) -> None: ...
-
-    def __hash__(self) -> int: ...
-
-
-class LeaseState(str, Enum):
-    RESERVED = "reserved"
-    """Blocks taken, the writer may begin."""
-    WRITING = "writing"
-    """The writer has begun."""
-    LANDED = "landed"
-    """The KV is in place, behind the device's barrier."""
-    DECODING = "decoding"
-    """Handed to the scheduler."""
-    FENCING = "fencing"
-    """Ended; waits until nothing can touch its blocks."""
-    FREED = "freed"
-
-
-@dataclass(slots=True, eq=False)
-class LeaseRecord:
-    """One lease as its decode worker sees it. Times are those of the table's clock, in seconds."""
-
-    id: str
-    request_id: str
-    owner: Owner
-    arrival: int
-    """Order of reservation."""
-    preemptions: int
-    """How often its request was preempted before."""
-    writer: Writer
-    prompt_tokens: int
-    resident_tokens: int
-    block_hashes: tuple[bytes, ...]
-    tail_tokens: tuple[int, ...]
-    blocks: list[int]
-    created: float
-    deadline: float
-    staging: tuple[int, int] | None = None
-    """(offset, length) in the staging area."""
-    state: LeaseState = LeaseState.RESERVED
-    decode: Decode | None = None
-    pins: int = 0
-    granted: bool = False
-    """The writer holds the right to write: only a fence, or its own completion, ends that."""
-
-
-@dataclass(frozen=True)
-class LeaseLimits:
-    """`ttl_s`: life without a refresh. `max_hold_s`: longest time from reservation to decoding, however
-    often refreshed. `watermark`: share of the pool that admission leaves for running requests to grow into.
-    """
-
-    ttl_s: float = 30.0
-    max_hold_s: float = 300.0
-    watermark: float = 0.02
-
-
-@dataclass
-class LeaseCounts:
-    """Totals since the start; `ended` by the name of what ended the lease."""
-
-    ended: Counter[str] = field(default_factory=Counter)
-    fences: int = 0
-    fence_errors: int = 0
-    late: Counter[str] = field(default_factory=Counter)
-    """Messages and events about leases that are no more, by kind."""
 
 
 Ended = Callable[[LeaseRecord, HawkError], None]
@@ -207,11 +126,14 @@ class LeaseTable:
         WorkerLost where the writer is not connected, ProtocolError or InvalidRequest for a bad message.
         Nothing is held then.
         """
-        self._check(owner, request)
+        if older := self.of_request(owner, request.request_id):
+            self._end(older, "replaced")
+            raise ProtocolError(f"request {request.request_id} had a lease already; it is ended")
+        check(request, self._block_size, self._max_model_len, self.blocks.total)
         prefix = self.blocks.find(request.block_hashes)
-        fresh = room = self._blocks_for(request.prompt_tokens + 1) - len(prefix)
+        fresh = room = blocks_for(request.prompt_tokens + 1, self._block_size) - len(prefix)
         if request.preemptions:  # comes back only when there is room for all of it, lest it be preempted again
-            room = self._blocks_for(request.prompt_tokens + request.max_tokens - 1) - len(prefix)
+            room = blocks_for(request.prompt_tokens + request.max_tokens - 1, self._block_size) - len(prefix)
         if self.blocks.needed(prefix, room) > self.admissible:
             raise Overloaded(f"{room} KV blocks needed, {self.admissible} of {self.blocks.total} to be had now")
         now = self._clock()
@@ -363,34 +285,6 @@ class LeaseTable:
     def _decodable(self) -> Iterable[LeaseRecord]:
         states = (LeaseState.LANDED, LeaseState.DECODING)
         return (lease for lease in self._leases.values() if lease.state in states)
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
-
-    def _check(self, owner: Owner, request: Reserve) -> None:
-        if older := self.of_request(owner, request.request_id):
-            self._end(older, "replaced")
-            raise ProtocolError(f"request {request.request_id} had a lease already; it is ended")
-        if request.max_tokens < 2:
-            raise InvalidRequest("max_tokens of a reservation must be at least 2: the first token is prefill's")
-        full, tail = divmod(request.prompt_tokens, self._block_size)
-        given = (len(request.block_hashes), len(request.tail_tokens))
-        if given not in ((full, tail), (0, 0)):
-            raise ProtocolError(
-                f"{request.prompt_tokens} prompt tokens make {full} block hashes and {tail} tail tokens, got {given}"
-            )
-        total = request.prompt_tokens + request.max_tokens
-        if total > self._max_model_len:
-            raise ContextLengthExceeded(
-                f"{request.prompt_tokens} prompt tokens and max_tokens {request.max_tokens} exceed the context "
-                f"of {self._max_model_len} tokens"
-            )
-        # The last token is never cached.
-        if (blocks := self._blocks_for(total - 1)) > self.blocks.total:
-            raise ContextLengthExceeded(
-                f"{request.prompt_tokens} prompt tokens and max_tokens {request.max_tokens} need {blocks} KV blocks, "
-                f"the decode worker's pool has {self.blocks.total}"
-            )
 
     def _fail(self, lease: LeaseRecord, error: HawkError) -> None:
         self._end(lease, error.code)

@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from decode_worker.leases import LeaseState, LeaseTable
+from decode_worker.lease import LeaseState
+from decode_worker.leases import LeaseTable
 from decode_worker.npu.base import NpuDevice
 from decode_worker.scheduler import Scheduler
 

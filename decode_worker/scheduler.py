@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from decode_worker.batch import Batch, Row
 from decode_worker.engines.base import DecodeBatch, Engine
-from decode_worker.leases import LeaseRecord, LeaseState, LeaseTable, Owner
+from decode_worker.lease import LeaseRecord, LeaseState, Owner
+from decode_worker.leases import LeaseTable
 from decode_worker.sampler import SamplingParams, sample
 from transport import prefix
 from transport.messages import Decode, FinishReason, Logprob, TokenItem

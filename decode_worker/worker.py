@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from decode_worker.engines.base import Engine
-from decode_worker.leases import LeaseLimits, LeaseRecord, LeaseState, LeaseTable, Owner
+from decode_worker.lease import LeaseLimits, LeaseRecord, LeaseState, Owner
+from decode_worker.leases import LeaseTable
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.pool import KVPool
+from decode_worker.reports import Reports
 from decode_worker.scheduler import Scheduler
 from transport import prefix
 from transport.backends.base import Receiver, ReceiverEvents
@@ -31,7 +33,6 @@ from transport.messages import (
     PreemptedNotice,
     Reserve,
     Reserved,
-    ResidentBlocks,
     Status,
     TokenItem,
     Tokens,
@@ -99,11 +100,10 @@ class DecodeWorker:
             on_step=self._on_step,
         )
         metrics.watch(self.leases, self.scheduler, pool.device)
-        self._sessions: set[Owner] = set()
+        self._reports = Reports(pool.blocks, self.status, limits.status_interval_s)
         self._relayouts = ThreadPoolExecutor(1, thread_name_prefix="relayout")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._changed, self._empty = asyncio.Event(), asyncio.Event()
-        self._last_status: Status | None = None
+        self._empty = asyncio.Event()
         self._broken: str | None = None
 
     # ---- life
@@ -120,7 +120,7 @@ class DecodeWorker:
             for name, part in (
                 ("scheduler", self.scheduler.run()),
                 ("reaper", self.leases.reap_forever()),
-                ("status", self._report()),
+                ("status", self._reports.run()),
             )
         ]
         try:
@@ -137,7 +137,7 @@ class DecodeWorker:
     async def drain(self) -> None:
         """Take no new reservation, and return once every lease is back."""
         self.draining = True
-        self._send_status()
+        self._reports.send_status()
         while len(self.leases):
             self._empty.clear()
             await self._empty.wait()
@@ -192,11 +192,10 @@ class DecodeWorker:
     # ---- sessions
 
     async def on_open(self, session: Owner) -> None:
-        self._sessions.add(session)
-        session.send(ResidentBlocks(added=tuple(self.pool.blocks.resident()), reset=True))
+        self._reports.join(session)
 
     async def on_close(self, session: Owner) -> None:
-        self._sessions.discard(session)
+        self._reports.leave(session)
         self.leases.close_owner(session)
         self.scheduler.wake()
 
@@ -215,7 +214,7 @@ class DecodeWorker:
                 raise Overloaded(f"decode worker {self.name} takes no request: {reason}")
             lease = self.leases.reserve(session, message)
             session.send(Reserved(request_id=message.request_id, lease=lease))
-            self._changed.set()
+            self._reports.due()
         elif isinstance(message, Decode):
             self._decode(session, message)
         elif isinstance(message, Cancel):
@@ -298,7 +297,7 @@ class DecodeWorker:
         if lease.state is not LeaseState.LANDED:
             return  # ended during the re-layout
         self.metrics.landed_seconds.observe(self.leases.age(lease))
-        self._changed.set()
+        self._reports.due()
         if lease.decode is not None:
             self.scheduler.start(lease, lease.decode)
 
@@ -321,10 +320,10 @@ class DecodeWorker:
         self.metrics.steps.inc()
         self.metrics.step_seconds.observe(seconds)
         self.metrics.batch_rows.observe(rows)
-        self._changed.set()
+        self._reports.due()
 
     def _on_free(self) -> None:
-        self._changed.set()
+        self._reports.due()
         self._empty.set()
         self.scheduler.wake()
 
@@ -334,26 +333,5 @@ class DecodeWorker:
         for lease in self.leases.live():
             self.leases.finish(lease, error.code)
             self._failed(lease, error)
-        self._send_status()
+        self._reports.send_status()
         return error
-
-    async def _report(self) -> None:
-        """Tell all routers what changed, at a bounded rate."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            self._send_status()
-            added, removed = self.pool.blocks.take_changes()
-            if added or removed:
-                self._broadcast(ResidentBlocks(added=tuple(added), removed=tuple(removed)))
-            await asyncio.sleep(self._limits.status_interval_s)
-
-    def _send_status(self) -> None:
-        status = self.status()
-        if status != self._last_status:
-            self._last_status = status
-            self._broadcast(status)
-
-    def _broadcast(self, message: Message) -> None:
-        for session in self._sessions:
-            session.send(message)

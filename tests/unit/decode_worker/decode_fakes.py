@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from decode_worker.blocks import BlockPool
 from decode_worker.engines.scripted import ScriptedEngine
-from decode_worker.leases import LeaseLimits, LeaseTable
+from decode_worker.lease import LeaseLimits
+from decode_worker.leases import LeaseTable
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.npu.emulated import EmulatedNpu
 from decode_worker.pool import KVPool

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from decode_fakes import BLOCK, WRITER, Router, reserve, table
 
-from decode_worker.leases import LeaseLimits, LeaseState
+from decode_worker.lease import LeaseLimits, LeaseState
 from decode_worker.staging import StagingArea
 from transport.errors import ContextLengthExceeded, InvalidRequest, Overloaded, ProtocolError, WorkerLost
 from transport.messages import Writer

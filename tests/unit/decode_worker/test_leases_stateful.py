@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_worker.leases import LeaseRecord, LeaseState
+from decode_worker.lease import LeaseRecord, LeaseState
 from decode_worker.staging import StagingArea
 from transport.errors import HawkError
 

@@ -33,6 +33,8 @@ def reference_kept(logits: np.ndarray, row: SamplingParams) -> set[int]:
         values = np.sort(scaled[alive])[::-1]
         alive &= scaled >= values[min(row.top_k, len(values)) - 1]
     probs = np.where(alive, probs, 0) / probs[alive].sum()
+    if row.top_p == 1:
+        return set(np.flatnonzero(alive).tolist())
     order = np.argsort(-probs, kind="stable")
     before = np.cumsum(probs[order]) - probs[order]
     return {int(t) for t, mass in zip(order, before, strict=True) if mass < row.top_p and alive[t]}

@@ -10,7 +10,7 @@ import pytest
 from decode_fakes import BLOCK, ROOT, WRITER, Bench, Router, statuses
 
 from decode_worker.engines.scripted import continuation, row_value
-from decode_worker.leases import LeaseLimits, LeaseState
+from decode_worker.lease import LeaseLimits, LeaseState
 from transport import prefix
 from transport.errors import EngineFailed, LeaseRevoked, Overloaded, ProtocolError
 from transport.geometry.pages import PageLayout
