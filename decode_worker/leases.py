@@ -207,6 +207,12 @@ class LeaseTable:
         """End a lease in whatever state, at its owner's wish or because its request is complete. Idempotent."""
         self._end(lease, how)
 
+    def fail(self, lease: LeaseRecord, error: HawkError) -> None:
+        """End a lease because of `error`, and have its owner told; does nothing once it has ended."""
+        if lease.state not in (LeaseState.FENCING, LeaseState.FREED):
+            self._end(lease, error.code)
+            self._on_failed(lease, error)
+
     def pin(self, lease: LeaseRecord) -> None:
         """Somebody reads or writes the blocks now; pairs with `unpin`."""
         lease.pins += 1
@@ -222,12 +228,12 @@ class LeaseTable:
         if lease is None or not self._open(lease):
             self.counts.late["push_failed"] += 1
             return
-        self._fail(lease, PushFailed(reason))
+        self.fail(lease, PushFailed(reason))
 
     def writer_lost(self, writer: Writer) -> None:
         for lease in self.live():
             if lease.writer == writer and self._open(lease):
-                self._fail(lease, PushFailed(f"prefill worker {writer.worker} was lost before its push had landed"))
+                self.fail(lease, PushFailed(f"prefill worker {writer.worker} was lost before its push had landed"))
 
     def close_owner(self, owner: Owner) -> None:
         """The router is gone: all it had ends."""
@@ -258,7 +264,7 @@ class LeaseTable:
             deadline = min(lease.deadline, cap) if waiting else lease.deadline
             if deadline <= now:
                 why = "was not used in time" if deadline == cap else "was not refreshed"
-                self._fail(lease, LeaseExpired(f"lease {lease.id} {why} ({lease.state.value})"))
+                self.fail(lease, LeaseExpired(f"lease {lease.id} {why} ({lease.state.value})"))
             else:
                 soonest = min(soonest, deadline - now)
         return soonest
@@ -285,10 +291,6 @@ class LeaseTable:
     def _decodable(self) -> Iterable[LeaseRecord]:
         states = (LeaseState.LANDED, LeaseState.DECODING)
         return (lease for lease in self._leases.values() if lease.state in states)
-
-    def _fail(self, lease: LeaseRecord, error: HawkError) -> None:
-        self._end(lease, error.code)
-        self._on_failed(lease, error)
 
     def _end(self, lease: LeaseRecord, how: str) -> None:
         if lease.state in (LeaseState.FENCING, LeaseState.FREED):

@@ -286,8 +286,7 @@ class DecodeWorker:
             self._land(lease)
         except Exception as error:
             log.exception("re-layout of lease %s failed", lease.id)
-            self.leases.finish(lease, HawkError.code)
-            self._failed(lease, HawkError(f"re-layout of staged KV failed: {error}"))
+            self.leases.fail(lease, HawkError(f"re-layout of staged KV failed: {error}"))
         finally:
             self.leases.unpin(lease)
 
@@ -331,7 +330,6 @@ class DecodeWorker:
         self._broken = reason
         error = EngineFailed(f"decode worker {self.name}: {reason}")
         for lease in self.leases.live():
-            self.leases.finish(lease, error.code)
-            self._failed(lease, error)
+            self.leases.fail(lease, error)
         self._reports.send_status()
         return error
