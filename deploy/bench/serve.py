@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.bench.load import Load, closed_loop, make_prompts, summary
-from deploy.bench.servers import ServeSetup, Servers, start_hawk, start_vllm
+from deploy.bench.servers import Servers, ServeSetup, start_hawk, start_vllm
 
 #: requests per round at each concurrency: enough for a mean, few enough for two cores
 REQUESTS_PER_CLIENT = 3
@@ -128,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logs = args.logs or Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
         with start_vllm(setup, logs) as vllm, start_hawk(setup, logs) as hawk:
+            print("starting both systems …", file=sys.stderr, flush=True)
             vllm.wait(f"{vllm.url}/health")
             hawk.wait(f"{hawk.url}/ready")
             rows = compare(args, setup, {"vllm": vllm, "hawk": hawk})

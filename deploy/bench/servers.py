@@ -64,10 +64,11 @@ class Servers:
 
     def spawn(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start one process in its own group, on the set-up's cores, its output in a log file."""
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("HAWK_")}
         with (self.logs / f"{self.name}-{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 command,
-                env=os.environ | self.setup.environment | env,
+                env=inherited | self.setup.environment | env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -136,18 +137,18 @@ def start_vllm(setup: ServeSetup, logs: Path) -> Servers:
 
 def start_hawk(setup: ServeSetup, logs: Path) -> Servers:
     """One router, one prefill worker and one decode worker."""
-    ports = {role: free_port() for role in ("router", "prefill", "decode")}
-    urls = {role: f"http://127.0.0.1:{port}" for role, port in ports.items()}
+    urls = {role: f"http://127.0.0.1:{free_port()}" for role in ("router", "prefill", "decode")}
     servers = Servers(setup, logs, "hawk", urls["router"])
-    common = {"host": "127.0.0.1", "name": None}
+    engine = {"dtype": setup.dtype, "max_model_len": setup.max_model_len, "threads": setup.threads}
+    prefill = {"max_num_seqs": setup.max_num_seqs, "max_num_batched_tokens": setup.chunk_tokens}
     settings: dict[str, dict[str, object]] = {
-        "router": {"prefill": [urls["prefill"]], "decode": [urls["decode"]], "model": setup.model},
-        "prefill": {"dtype": setup.dtype},
-        "decode": {},
+        "decode": {**engine, "kv_dtype": setup.dtype, "max_batch": setup.max_num_seqs, "socket_dir": logs},
+        "prefill": {**engine, **prefill},
+        "router": {"prefill": urls["prefill"], "decode": urls["decode"]},
     }
-    env = {"HAWK_TOKEN": secrets.token_hex(16)}
+    token = {"HAWK_TOKEN": secrets.token_hex(16)}
     for role, values in settings.items():
-        values |= common
-        env |= {f"HAWK_{role}_{key}".upper(): str(value) for key, value in values.items()}
-        servers.spawn(role, [sys.executable, "-m", "deploy.cli", role], env)
+        common = {"port": urls[role].rpartition(":")[2], "model": setup.model, "served_name": setup.name, "name": role}
+        env = {f"HAWK_{role}_{key}".upper(): str(value) for key, value in (common | values).items()}
+        servers.spawn(role, [sys.executable, "-m", "deploy.cli", role], env | token)
     return servers
