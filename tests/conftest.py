@@ -1,4 +1,4 @@
-"""What all tests share: HAWK_REQUIRE, which makes a skipped group of tests a failure.
+"""What all tests share: property tests without deadlines, and HAWK_REQUIRE, which makes a skipped group a failure.
 
 `HAWK_REQUIRE=e2e,vm` says that this machine has all that the tests marked `e2e` and `vm` need. One of them that
 skips then fails, and so does a run that has none of them: a green run cannot hide a missing part.
@@ -10,6 +10,12 @@ import os
 from collections.abc import Generator
 
 import pytest
+from hypothesis import settings
+
+# A loaded machine is no failure. In CI the same examples run each time: a change is judged by its own merits.
+settings.register_profile("hawk", deadline=None)
+settings.register_profile("hawk-ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("hawk-ci" if os.environ.get("CI") else "hawk")
 
 REQUIRED = frozenset(filter(None, (name.strip() for name in os.environ.get("HAWK_REQUIRE", "").split(","))))
 
