@@ -74,6 +74,8 @@ class Placement:
         waiter = Waiter(order, prompt, needs_decode, avoid, asyncio.get_running_loop().create_future())
         insort(self._queue, waiter, key=lambda w: w.order)
         self.kick()
+        if waiter.placed.done():
+            return waiter.placed.result()
         placed = None
         try:
             async with asyncio.timeout_at(deadline):

@@ -38,13 +38,17 @@ class Hosted:
             ready=lambda: None if worker.ready else "not ready",
             registry=CollectorRegistry(),
         )
-        config = uvicorn.Config(app, log_config=None, ws_ping_interval=None, ws_per_message_deflate=False)
+        config = uvicorn.Config(
+            app, log_config=None, ws_ping_interval=None, ws_per_message_deflate=False, timeout_graceful_shutdown=1
+        )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self._listener = listener
 
     async def kill(self) -> None:
         """Every connection is reset, nothing is said, and the port is free again."""
+        for server in getattr(self._server, "servers", ()):
+            server.close()  # first, or a peer attaches again before the rest has stopped
         for connection in list(self._server.server_state.connections):
             transport = getattr(connection, "transport", None)
             if transport is not None:
@@ -52,7 +56,7 @@ class Hosted:
         await self.stop()
 
     async def stop(self) -> None:
-        self._server.should_exit = self._server.force_exit = True
+        self._server.should_exit = True
         await self._serving
         self._listener.close()
 

@@ -34,49 +34,50 @@ async def lone(fleet: Fleet) -> Fleet:
     return fleet
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"\xff\xfe{}",
-        b"[]",
-        b"null",
-        b'"x"',
-        b"[" * 100000,
-        b'{"prompt": "\\ud800"}',
-        b'{"max_tokens": NaN}',
-        b'{"temperature": 1e999}',
-        b'{"a":1} {"a":2}',
-        b'{"max_tokens": ' + b"9" * 10000 + b"}",
-    ],
+NO_OBJECTS = (
+    *(b"", b"{", b"\xff\xfe{}", b"[]", b"null", b'"x"', b"[" * 100_000, b'{"prompt": "\\ud800"}'),
+    *(b'{"max_tokens": NaN}', b'{"temperature": 1e999}', b'{"a":1} {"a":2}'),
+    b'{"max_tokens": ' + b"9" * 10_000 + b"}",
 )
+MESSAGES: tuple[Any, ...] = (
+    *(None, 5, "hi", {}, [], [5], [{}], [{"role": "user"}], [{"content": "hi"}], [[]]),
+    *([{"role": "nobody", "content": "x"}], [{"role": "user", "content": 5}], [{"role": "user", "content": [5]}]),
+    *([{"role": "user", "content": [{"type": "text"}]}], [{"role": "assistant", "content": "I begin"}]),
+)
+UNSUPPORTED_MESSAGES: tuple[Any, ...] = (
+    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+    {"role": "tool", "content": "x", "tool_call_id": "1"},
+    {"role": "assistant", "content": "x", "tool_calls": [{}]},
+)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/workers"])
-async def test_bodies_that_are_no_json_object(lone: Fleet, path: str, body: bytes) -> None:
-    assert_error(await lone.http.post(path, content=body, headers=AUTH), 400)
+async def test_bodies_that_are_no_json_object(lone: Fleet, path: str) -> None:
+    for body in NO_OBJECTS:
+        assert_error(await lone.http.post(path, content=body, headers=AUTH), 400)
 
 
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [
-        ("max_tokens", (0, -1, 1.5, "9", True, [], HUGE, 513)),
-        ("temperature", (-0.1, 2.1, "1", True, HUGE)),
-        ("top_p", (0, 1.1, "1", True)),
-        ("top_k", (-2, 0.5, True, HUGE)),
-        ("min_p", (-0.1, 1.1)),
-        ("n", (0, -1, 129, 1.0, True)),
-        ("seed", (1.5, "1", 2**63, HUGE)),
-        ("stop", (5, "", [""], ["a"] * 17, [5], {}, "x" * 2000)),
-        ("stop_token_ids", ([-1], [300], ["a"], 5)),
-        ("stream", ("true", 1)),
-        ("stream_options", ({"include_usage": True}, 5)),
-        ("logprobs", (-1, 21, True)),
-        ("model", (5, [])),
-        ("prompt", (5, [], [[]], ["a", 1], [1.5], [-1], [300], [True], {}, "", ["a", []])),
-    ],
+#: field, values that are refused
+FIELDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("max_tokens", (0, -1, 1.5, "9", True, [], HUGE, 513)),
+    ("temperature", (-0.1, 2.1, "1", True, HUGE)),
+    ("top_p", (0, 1.1, "1", True)),
+    ("top_k", (-2, 0.5, True, HUGE)),
+    ("min_p", (-0.1, 1.1)),
+    ("n", (0, -1, 129, 1.0, True)),
+    ("seed", (1.5, "1", 2**63, HUGE)),
+    ("stop", (5, "", [""], ["a"] * 17, [5], {}, "x" * 2000)),
+    ("stop_token_ids", ([-1], [300], ["a"], 5)),
+    ("stream", ("true", 1)),
+    ("stream_options", ({"include_usage": True}, 5)),
+    ("logprobs", (-1, 21, True)),
+    ("model", (5, [])),
+    ("prompt", (5, [], [[]], ["a", 1], [1.5], [-1], [300], [True], {}, "", ["a", []])),
 )
-async def test_completion_fields(lone: Fleet, field: str, values: tuple[Any, ...]) -> None:
-    for value in values:
+
+
+async def test_completion_fields(lone: Fleet) -> None:
+    for field, value in ((field, value) for field, values in FIELDS for value in values):
         for body in (lone.body() | {field: value}, lone.body(stream=True) | {field: value}):
             if field == "stream_options" and body.get("stream") and isinstance(value, dict):
                 continue
@@ -84,66 +85,39 @@ async def test_completion_fields(lone: Fleet, field: str, values: tuple[Any, ...
     assert lone.prefill[0].seen(Prefill) == []
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        None,
-        5,
-        "hi",
-        {},
-        [],
-        [5],
-        [{}],
-        [{"role": "user"}],
-        [{"content": "hi"}],
-        [[]],
-        [{"role": "nobody", "content": "x"}],
-        [{"role": "user", "content": 5}],
-        [{"role": "user", "content": [5]}],
-        [{"role": "user", "content": [{"type": "text"}]}],
-        [{"role": "assistant", "content": "I begin"}],
-    ],
+async def test_messages(lone: Fleet) -> None:
+    for messages in MESSAGES:
+        response = await lone.http.post("/v1/chat/completions", json={"messages": messages})
+        assert_error(response, 400, param="messages")
+
+
+async def test_case_60_known_but_unsupported_messages(lone: Fleet) -> None:
+    for message in UNSUPPORTED_MESSAGES:
+        response = await lone.http.post("/v1/chat/completions", json={"messages": [message]})
+        assert_error(response, 400, "unsupported_parameter", "messages")
+
+
+#: field, a value that asks for something, one that does not
+ON_AND_OFF: tuple[tuple[str, Any, Any], ...] = (
+    ("frequency_penalty", 0.5, 0),
+    ("presence_penalty", -1, 0.0),
+    ("repetition_penalty", 1.1, 1),
+    ("logit_bias", {"5": 1}, {}),
+    ("tools", [{"type": "function"}], []),
+    ("tool_choice", "required", "auto"),
+    ("response_format", {"type": "json_object"}, {"type": "text"}),
+    ("suffix", "x", ""),
+    ("best_of", 2, 1),
+    ("store", True, False),
+    ("min_tokens", 1, 0),
+    ("frequency_penalty", False, None),
 )
-async def test_messages(lone: Fleet, messages: Any) -> None:
-    response = await lone.http.post("/v1/chat/completions", json={"messages": messages})
-    assert_error(response, 400, param="messages")
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-        {"role": "tool", "content": "x", "tool_call_id": "1"},
-        {"role": "assistant", "content": "x", "tool_calls": [{}]},
-    ],
-)
-async def test_case_60_known_but_unsupported_messages(lone: Fleet, message: Any) -> None:
-    response = await lone.http.post("/v1/chat/completions", json={"messages": [message]})
-    assert_error(response, 400, "unsupported_parameter", "messages")
-
-
-@pytest.mark.parametrize(
-    ("field", "on", "off"),
-    [
-        ("frequency_penalty", 0.5, 0),
-        ("presence_penalty", -1, 0.0),
-        ("repetition_penalty", 1.1, 1),
-        ("logit_bias", {"5": 1}, {}),
-        ("tools", [{"type": "function"}], []),
-        ("tool_choice", "required", "auto"),
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
-        ("suffix", "x", ""),
-        ("best_of", 2, 1),
-        ("store", True, False),
-        ("min_tokens", 1, 0),
-        ("frequency_penalty", False, None),
-    ],
-)
-async def test_case_60_known_fields_pass_only_when_they_ask_for_nothing(
-    lone: Fleet, field: str, on: Any, off: Any
-) -> None:
-    assert_error(await lone.complete(**{field: on}), 400, "unsupported_parameter", field)
-    assert (await lone.complete(**{field: off})).status_code == 200
+async def test_case_60_known_fields_pass_only_when_they_ask_for_nothing(lone: Fleet) -> None:
+    for field, on, off in ON_AND_OFF:
+        assert_error(await lone.complete(**{field: on}), 400, "unsupported_parameter", field)
+        assert (await lone.complete(**{field: off})).status_code == 200, field
 
 
 async def test_case_60_unknown_fields_are_refused_and_harmless_ones_are_not(lone: Fleet) -> None:
@@ -258,21 +232,19 @@ async def test_case_26_a_removed_worker_finishes_what_it_has(fleet: Fleet) -> No
     await fleet.until(lambda: fleet.router.registry.decode == [])
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        [],
-        {"role": "decode"},
-        {"role": "decode", "url": 5},
-        {"role": "decode", "url": ""},
-        {"role": "x", "url": "http://h:1"},
-    ]
-    + [{"role": "decode", "url": u} for u in ("no url", "ftp://h/", "file:///etc", "http://h:99999", "http://h:1/path")]
-    + [{"role": "decode", "url": "http://127.0.0.1:1", "more": 1}],
+BAD_WORKERS: tuple[Any, ...] = (
+    *({}, [], {"role": "decode"}, {"role": "decode", "url": 5}, {"role": "x", "url": "http://h:1"}),
+    *(
+        {"role": "decode", "url": u}
+        for u in ("", "no url", "ftp://h/", "file:///etc", "http://h:99999", "http://h:1/path")
+    ),
+    {"role": "decode", "url": "http://127.0.0.1:1", "more": 1},
 )
-async def test_bad_workers(lone: Fleet, body: Any) -> None:
-    assert_error(await lone.http.post("/workers", json=body, headers=AUTH), 400)
+
+
+async def test_bad_workers(lone: Fleet) -> None:
+    for body in BAD_WORKERS:
+        assert_error(await lone.http.post("/workers", json=body, headers=AUTH), 400)
     assert len(lone.router.registry.workers) == 2
 
 
