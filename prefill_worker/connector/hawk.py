@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from prefill_worker.connector import seeded
 from prefill_worker.connector.scheduler import SchedulerSide
 from prefill_worker.connector.step import Step
 from prefill_worker.connector.worker import WorkerSide
@@ -48,6 +49,7 @@ class HawkConnector(KVConnectorBase_V1, SupportsHMA):
         _check_attention(kv_cache_config)
         path = self._kv_transfer_config.get_from_extra_config("control_path", None)
         if role == KVConnectorRole.WORKER:
+            seeded.install()
             layers = vllm_config.compilation_config.static_forward_context
             self._worker = WorkerSide(path, vllm_config.parallel_config.rank, layers)
         else:
