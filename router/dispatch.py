@@ -79,7 +79,7 @@ class Dispatcher:
             call = Call(f"{job.id}.{tries}", job, placed.prefill, placed.decode)
             tries += 1
             try:
-                await self._try(call, prompt, placed)
+                await self._try(call, prompt, placed, preemptions)
                 return
             except DecodeFull:
                 continue
@@ -117,12 +117,12 @@ class Dispatcher:
         if failure.reported and isinstance(failure.error, PAIR_BROKEN) and placed.decode is not None:
             self._registry.pools.reopen(placed.prefill, placed.decode)
 
-    async def _try(self, call: Call, prompt: Prompt, placed: Placed) -> None:
+    async def _try(self, call: Call, prompt: Prompt, placed: Placed, preemptions: int) -> None:
         self._calls.add(call)
         reason, lease = "cancelled", None
         try:
             if placed.decode is not None:
-                lease = await self._reserve(call, prompt, placed.decode)
+                lease = await self._reserve(call, prompt, placed.decode, preemptions)
             first = await self._prefill(call, prompt, lease)
             self._placement.release(placed)
             call.last_token_at = asyncio.get_running_loop().time()
@@ -147,7 +147,7 @@ class Dispatcher:
             if lease is not None:
                 self._placement.freed(placed.decode)
 
-    async def _reserve(self, call: Call, prompt: Prompt, decode: DecodeWorker) -> Lease:
+    async def _reserve(self, call: Call, prompt: Prompt, decode: DecodeWorker, preemptions: int) -> Lease:
         hashes = prompt.hashes(decode)
         assert call.prefill.hello is not None
         writer = Writer(worker=call.prefill.hello.worker, generation=call.prefill.hello.generation)
@@ -159,6 +159,7 @@ class Dispatcher:
                 block_hashes=tuple(hashes),
                 tail_tokens=tuple(prompt.token_ids[len(hashes) * decode.block_size :]),
                 writer=writer,
+                preemptions=preemptions,
             )
         )
         call.at_decode = True

@@ -410,6 +410,7 @@ async def test_case_38_a_preempted_request_goes_on_with_what_it_has(fleet: Fleet
     assert prompts == [fleet.ids("say a"), fleet.ids("say abc"), fleet.ids("say abcde")]
     assert [p.sampling.max_tokens for p in fleet.prefill[0].seen(Prefill)] == [8, 6, 4]
     assert [(d.generated, d.sampling.max_tokens) for d in fleet.decode[0].seen(Decode)] == [(1, 8), (3, 8), (5, 8)]
+    assert [(r.max_tokens, r.preemptions) for r in fleet.decode[0].seen(Reserve)] == [(8, 0), (6, 1), (4, 2)]
     assert await fleet.metric("hawk_router_preemptions_total") == 2
     await fleet.until_idle()
 
