@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import mmap
 import secrets
 import statistics
@@ -79,7 +80,8 @@ class Bench:
         self._blocks = setup.geometry.num_blocks
         count = -(-setup.max_tokens // layout.block_size)
         block = self._rng.standard_normal(layout.block_elements, np.float32).view(np.uint32) >> np.uint32(16)
-        pages = np.empty((setup.geometry.num_layers, count, layout.block_elements), np.uint16)
+        shape = (setup.geometry.num_layers, count, layout.block_elements)
+        pages = cpu.aligned_bytes(2 * math.prod(shape)).view(np.uint16).reshape(shape)  # as engines allocate them
         pages[:] = block.astype(np.uint16)
         pages[:, :, 0] = np.arange(count)  # no two blocks are the same
         self._source = Source(list(pages), layout)

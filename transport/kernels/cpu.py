@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -133,7 +134,8 @@ def _channel_addresses(channels: Sequence[Bytes], bases: Sequence[int], geometry
         )
     first, end = min(bases), max(bases) + geometry.bank_bytes
     for index, memory in enumerate(channels):
-        if memory.dtype != np.uint8 or memory.ndim != 1 or not memory.flags.c_contiguous or not memory.flags.writeable:
+        flags = memory.flags
+        if memory.dtype != np.uint8 or memory.ndim != 1 or not (flags.c_contiguous and flags.writeable):
             raise ValueError(f"channel {index} must be writable contiguous uint8 [n]")
         if first < 0 or memory.size < end:
             raise ValueError(f"channel {index} has {memory.size} bytes, the tensors lie in [{first}, {end})")
@@ -157,11 +159,21 @@ class _Targets:
 
 @dataclass(frozen=True)
 class _Side:
-    """K or V in a layer: bytes from its start to the first element, offsets of the groups of 16 rows, strides."""
+    """K or V in a block, in bytes: where it starts, its rows from there on, head, row and column strides."""
 
     start: int
-    groups: Ints
+    rows: Ints
     strides: tuple[int, int, int]
+
+
+@lru_cache(maxsize=64)
+def _side(layout: PageLayout, v: bool) -> _Side:
+    item = ITEM_BYTES[layout.dtype]
+    head_stride, rows, columns = layout.offsets(v)
+    # columns are equally spaced from one group of 16 to the next in every packing
+    column_stride = int(columns[FACE] - columns[0]) * item // FACE
+    strides = (head_stride * item, int(rows[1] - rows[0]) * item, column_stride)
+    return _Side(int(rows[0]) * item, (rows - rows[0]) * item, strides)
 
 
 class _Job:
@@ -172,19 +184,11 @@ class _Job:
         layout = source.layout
         table = source.table(geometry, src_blocks, start, stop)
         self.tiles = -(-stop // TILE) - start // TILE
-        token = start + np.arange(2 * self.tiles, dtype=np.int64) * FACE
-        self._valid = np.clip(stop - token, 0, FACE)
-        block = table[np.minimum(token // layout.block_size, len(table) - 1)]
-        self._sides = [self._side(v, block * layout.block_elements, token % layout.block_size) for v in (False, True)]
-
-    def _side(self, v: bool, blocks: Ints, rows: Ints) -> _Side:
-        item = ITEM_BYTES[self._source.layout.dtype]
-        head_stride, row_offsets, columns = self._source.layout.offsets(v)
-        first = int(row_offsets[0])
-        # columns are equally spaced from one group of 16 to the next in every packing
-        column_stride = int(columns[FACE] - columns[0]) * item // FACE
-        strides = (head_stride * item, int(row_offsets[1] - first) * item, column_stride)
-        return _Side(first * item, (blocks + row_offsets[rows] - first) * item, strides)
+        token = np.arange(start, start + self.tiles * TILE, FACE)
+        self._valid = np.minimum(np.maximum(stop - token, 0), FACE)
+        index, self._rows = np.divmod(token, layout.block_size)
+        self._blocks = table[np.minimum(index, len(table) - 1)] * (layout.block_elements * ITEM_BYTES[layout.dtype])
+        self._sides = (_side(layout, False), _side(layout, True))
 
     def run(self, chosen: Sequence[int], targets: _Targets, aligned: bool) -> None:
         """Write tensors in the pool's layout."""
@@ -217,7 +221,7 @@ class _Job:
         layers = source.addresses[[chosen[i] // 2 for i in mine]]
         parts = (
             layers + [self._sides[chosen[i] % 2].start for i in mine],
-            side.groups,
+            self._blocks + side.rows[self._rows],
             self._valid,
             targets.units.reshape(-1),
             (targets.units if targets.steps is None else targets.steps).reshape(-1),

@@ -6,7 +6,7 @@ transposing page costs shuffles in registers, no scratch memory. Addresses are i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,10 +77,14 @@ def offset(b: Builder, address: Value, stride: Value, count: int) -> Value:
 # ---- load ------------------------------------------------------------------------------------------------
 
 
-def load_face(b: Builder, kind: Load, element: Any, source: FaceSource) -> list[Value]:
-    """16 vectors of 16 elements (`element` is i16 or i32): the face's rows."""
+def load_face(b: Builder, kind: Load, element: Any, source: FaceSource) -> Iterator[Value]:
+    """The face's rows, 16 vectors of 16 elements (`element` is i16 or i32); each is loaded when it is asked for."""
     if kind == "rows":
-        return [_load_row(b, element, source, row) for row in range(FACE)]
+        return (_load_row(b, element, source, row) for row in range(FACE))
+    return iter(_load_whole(b, kind, element, source))
+
+
+def _load_whole(b: Builder, kind: Load, element: Any, source: FaceSource) -> list[Value]:
     if kind == "columns":
         left = [load(b, offset(b, source.left, source.column_stride, c), element, FACE) for c in range(8)]
         right = [load(b, offset(b, source.right, source.column_stride, c), element, FACE) for c in range(8)]
@@ -230,14 +234,13 @@ def store_rows(b: Builder, rows: Sequence[Value], address: Value, stride: Value)
         store(b, row, offset(b, address, stride, index), streaming=False)
 
 
-def store_tiled(b: Builder, rows: Sequence[Value], address: Value, streaming: bool) -> None:
-    """Store a face's rows one after the other, in whole cache lines."""
-    lines = list(rows)
-    while lines[0].type.count * lines[0].type.element.width < 8 * LINE:
-        lanes = 2 * lines[0].type.count
-        lines = [shuffle(b, x, y, range(lanes)) for x, y in zip(lines[0::2], lines[1::2], strict=True)]
-    for index, line in enumerate(lines):
-        store(b, line, b.add(address, i64(index * LINE)), streaming)
+def store_line(b: Builder, rows: Sequence[Value], address: Value, streaming: bool) -> None:
+    """Store rows that make up one cache line, one after the other."""
+    line = list(rows)
+    while len(line) > 1:
+        lanes = 2 * line[0].type.count
+        line = [shuffle(b, x, y, range(lanes)) for x, y in zip(line[0::2], line[1::2], strict=True)]
+    store(b, line[0], address, streaming)
 
 
 def store_exponents(b: Builder, exponents: Sequence[Value], address: Value) -> None:

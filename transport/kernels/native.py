@@ -7,6 +7,7 @@ directory. Called through ctypes, which releases the GIL.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -200,11 +201,19 @@ def _face(b: Builder, variant: Variant, source: FaceSource, count: Value, target
     with b.if_then(b.icmp_signed(">", count, i64(0))):
         element = I32 if variant.source == "float32" else I16
         rows = faces.load_face(b, variant.load, element, source)
-        data, exponents = faces.encode_rows(b, rows, variant.source, variant.target)
-        if variant.rows:
-            faces.store_rows(b, data, target.data, target.stride)
-        else:
-            faces.store_tiled(b, data, target.data, variant.streaming)
+        # line by line where rows can be had one at a time: loads and streaming stores share the same few buffers
+        exponents: list[Value] = []
+        first = 0
+        per_store = FACE if variant.rows else LINE // target.row_bytes
+        lines = iter(rows)
+        while part := list(itertools.islice(lines, per_store)):
+            data, shared = faces.encode_rows(b, part, variant.source, variant.target)
+            exponents += shared
+            if variant.rows:
+                faces.store_rows(b, data, target.data, target.stride)
+            else:
+                faces.store_line(b, data, b.add(target.data, i64(first)), variant.streaming)
+            first += LINE
         if target.exponents is not None:
             faces.store_exponents(b, exponents, target.exponents)
     _zero_rows(b, count, target.data, target.stride, i64(target.row_bytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +38,7 @@ class Source:
     @cached_property
     def addresses(self) -> npt.NDArray[np.int64]:
         """int64 [L]: address of each layer's first byte."""
-        return np.asarray([address(pages) for pages in self.layers], np.int64)
+        return np.asarray([pages.ctypes.data for pages in self.layers], np.int64)
 
     def table(self, geometry: KVGeometry, src_blocks: Sequence[int], start: int, stop: int) -> npt.NDArray[np.int64]:
         """The block table as int64 [n], once it is known to cover [start, stop) with blocks that exist.
@@ -59,8 +60,8 @@ class Source:
 
 
 def address(array: npt.NDArray[np.generic]) -> int:
-    """Address of an array's first byte."""
-    return int(array.__array_interface__["data"][0])
+    """Address of a writable, contiguous, non-empty array's first byte; several times faster than `array.ctypes`."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def linear_source(
