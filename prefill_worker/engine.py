@@ -86,8 +86,8 @@ class Engine:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        params = sampling_params(sampling, self._eos, _transfer_params(handover))
         try:
+            params = sampling_params(sampling, self._eos, _transfer_params(handover))
             async for output in self._llm.generate(tokens_input(list(token_ids)), params, request_id):
                 return read_output(output, sampling, self._eos)
         except (VLLMClientError, ValueError) as error:
