@@ -62,7 +62,9 @@ async def main(settings: PrefillSettings, sock: socket.socket, control: ServiceE
     model = model_info(settings.model, settings.model_name, engine.max_model_len)
     registry = CollectorRegistry()
     metrics = PrefillMetrics(registry)
-    service = PrefillService(worker, model, engine, control, metrics, max_queued=settings.max_queued)
+    service = PrefillService(
+        worker, model, engine, control, metrics, max_queued=settings.max_queued, stall_s=settings.stall_s
+    )
     start = Start(
         token=settings.secret,
         writer=worker,

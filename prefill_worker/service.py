@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,6 +93,7 @@ class PrefillService:
         metrics: PrefillMetrics,
         *,
         max_queued: int,
+        stall_s: float,
     ) -> None:
         self.worker = worker
         self.model = model
@@ -100,6 +102,8 @@ class PrefillService:
         self._control = control
         self._metrics = metrics
         self._max_queued = max_queued
+        self._stall_s = stall_s
+        self._heard = time.monotonic()
         self._pools = PoolTable(control.send)
         self._requests: dict[tuple[int, str], Request] = {}
         self._transfers: dict[str, Request] = {}
@@ -137,6 +141,9 @@ class PrefillService:
     def unready_reason(self) -> str | None:
         if self._failure is not None or self._engine.failed:
             return self._failure or "the prefill engine died"
+        silence = time.monotonic() - self._heard
+        if silence > self._stall_s and any(not r.prefilled for r in self._requests.values()):
+            return f"the prefill engine has made no step for {silence:.0f} s"
         return "draining" if self.draining else None
 
     async def on_open(self, session: Session) -> None:
@@ -169,6 +176,7 @@ class PrefillService:
     # ---- what the engine says
 
     def on_engine_message(self, message: Message) -> None:
+        self._heard = time.monotonic()
         if isinstance(message, Held):
             self._metrics.held_requests.set(message.requests)
             self._metrics.held_blocks.set(message.blocks)
@@ -196,6 +204,8 @@ class PrefillService:
             self._metrics.failures.labels(error.code).inc()
             raise
         self._metrics.requests.inc()
+        if all(r.prefilled for r in self._requests.values()):
+            self._heard = time.monotonic()  # an idle engine has nothing to say
         request = Request(session, message, f"t{next(self._numbers)}")
         self._requests[session.id, message.request_id] = request
         self._transfers[request.transfer_id] = request

@@ -39,6 +39,7 @@ class PrefillSettings(BaseRoleSettings):
 
     hold_ttl_s: Seconds = Field(30.0, description="seconds a push may wait without progress before its KV is dropped")
     push_chunk_bytes: Bytes = Field(4 * 1024 * 1024, description="bytes written between two looks at the lease")
+    stall_s: Seconds = Field(60.0, description="an engine step that takes longer makes the worker not ready")
     push_threads: Count = Field(1, description="pushes that copy at the same time")
 
     @field_validator("cpus")

@@ -15,6 +15,8 @@ from prefill_worker.push.push import BlockRange
 from transport.geometry.kv import TILE
 from transport.messages import Lease
 
+HEARTBEAT_S = 1.0
+
 
 @dataclass(slots=True)
 class Tracked:
@@ -32,7 +34,10 @@ class Tracked:
 
 
 class SchedulerSide:
-    """`on_held(requests, blocks)` is called whenever the blocks held beyond their request's end change."""
+    """`on_held(requests, blocks)` is called whenever the blocks held beyond their request's end change.
+
+    It is called once a second besides while the engine makes steps: its silence tells of an engine that hangs.
+    """
 
     def __init__(self, on_held: Callable[[int, int], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._on_held = on_held
@@ -40,6 +45,7 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._held: dict[str, int] = {}
         self._cancelled: list[str] = []
+        self._said = clock()
 
     @property
     def holds_blocks(self) -> bool:
@@ -57,6 +63,8 @@ class SchedulerSide:
 
     def step(self, output: Any) -> Step:
         """`output`: vLLM's SchedulerOutput of the step that is about to run."""
+        if self._clock() - self._said >= HEARTBEAT_S:
+            self._say_held()
         step = Step(cancelled=self._cancelled)
         self._cancelled = []
         for request_id in output.preempted_req_ids or ():
@@ -141,4 +149,5 @@ class SchedulerSide:
         return {"queue": tracked.first_scheduled - tracked.arrived, "prefill": now - tracked.first_scheduled}
 
     def _say_held(self) -> None:
+        self._said = self._clock()
         self._on_held(len(self._held), sum(self._held.values()))

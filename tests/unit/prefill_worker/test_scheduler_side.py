@@ -165,3 +165,11 @@ def test_unknown_requests_are_left_to_the_engine(driver: Driver) -> None:
     assert driver.side.finish("nobody", True, 3) == (False, None)
     driver.side.release({"nobody"})
     assert not driver.side.holds_blocks
+
+
+def test_case_64_steps_are_told_once_a_second(driver: Driver) -> None:
+    driver.add("a", 300)
+    for _ in range(10):
+        driver.clock.now += 0.25
+        driver.run()
+    assert driver.held == [(0, 0), (0, 0)]

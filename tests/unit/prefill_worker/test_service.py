@@ -37,12 +37,18 @@ ENDED = Sampled(2, None, "stop", 0)
 
 
 class Rig:
-    def __init__(self, max_queued: int = 8) -> None:
+    def __init__(self, max_queued: int = 8, stall_s: float = 60) -> None:
         self.engine = FakeEngine()
         self.control = FakeControl()
         self.registry = CollectorRegistry()
         self.service = PrefillService(
-            WRITER, MODEL, self.engine, self.control, PrefillMetrics(self.registry), max_queued=max_queued
+            WRITER,
+            MODEL,
+            self.engine,
+            self.control,
+            PrefillMetrics(self.registry),
+            max_queued=max_queued,
+            stall_s=stall_s,
         )
         self.session = FakeSession()
 
@@ -336,6 +342,19 @@ async def test_case_64_not_ready_once_the_engine_is_errored(rig: Rig) -> None:
     assert rig.service.unready_reason() is None
     rig.engine.failed = True
     assert rig.service.unready_reason() is not None
+
+
+async def test_case_64_not_ready_while_the_engine_hangs() -> None:
+    rig = Rig(stall_s=0.05)
+    await asyncio.sleep(0.1)
+    assert rig.service.unready_reason() is None  # idle engines are silent
+    await rig.begin(hand_over=False)
+    assert rig.service.unready_reason() is None
+    await asyncio.sleep(0.1)
+    assert "no step" in (rig.service.unready_reason() or "")
+    assert not rig.service.status().ready
+    rig.service.on_engine_message(Held(requests=0, blocks=0))
+    assert rig.service.unready_reason() is None
 
 
 # ---- drain
