@@ -193,6 +193,14 @@ class Cluster:
         self.start(name)
         self.wait_ready(name)
 
+    def remove(self, name: str) -> None:
+        """Stop the role for good; shows its log where it did not end on SIGTERM."""
+        role = self.roles.pop(name)
+        if role.running and role.process is not None:
+            role.process.terminate()
+        if role.process is not None:
+            self._end(role, time.monotonic() + 20)
+
     def close(self) -> None:
         for role in self.roles.values():
             if role.running and role.process is not None:

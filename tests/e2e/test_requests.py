@@ -111,9 +111,8 @@ async def test_case_55_and_56_tokens_come_one_by_one(deployment: Deployment, ans
         outcome = await client.ask(answer.prompt, max_tokens=16)
     texts = [e for e in outcome.events if e.get("choices") and e["choices"][0].get("text")]
     assert len(texts) >= 12
-    spread = outcome.times[-1] - outcome.times[0]
-    gaps = [b - a for a, b in itertools.pairwise(outcome.times)]
-    assert spread > 4 * max(gaps) or len([g for g in gaps if g > 0.005]) >= 8, f"events came in bursts: {gaps}"
+    waits = [after - before for before, after in itertools.pairwise(outcome.times)]
+    assert sum(wait > 0.002 for wait in waits) >= 10, f"the events came in bursts: {waits}"
 
 
 async def test_case_61_content_types(deployment: Deployment, answers: list[Answer]) -> None:

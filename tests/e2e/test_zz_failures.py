@@ -121,3 +121,66 @@ async def test_router_killed_frees_both_workers(deployment: Deployment, answers:
     eventually(lambda: deployment.held_by_prefill("p0") == 0, "P holds nothing", 30)
     deployment.cluster.restart("r0")
     await assert_serves(deployment, answers)
+
+
+async def test_case_09_a_hanging_prefill_that_wakes_up_harms_nobody(
+    deployment: Deployment, answers: list[Answer]
+) -> None:
+    """P stops in mid-push: the client gets an error. When it goes on, it finds itself fenced: all blocks are back,
+    and what is written into them from now on stays as it is.
+    """
+    async with deployment.client("r0") as client:
+        task = asyncio.create_task(client.ask(new_prompt(deployment, 896), max_tokens=8))
+        await deployment.until(lambda: deployment.in_prefill("p0", "d0"), "in prefill", during=task)
+        deployment.cluster.signal_all("p0", signal.SIGSTOP)
+        try:
+            outcome = await asyncio.wait_for(task, 60)
+            assert outcome.error is not None
+            assert outcome.status in (502, 503, 504)
+        finally:
+            deployment.cluster.signal_all("p0", signal.SIGCONT)
+    await deployment.until_idle()
+    deployment.cluster.wait_ready("r0", "r1", timeout_s=30)
+    await assert_serves(deployment, answers)
+    await assert_serves(deployment, answers, "r1")
+
+
+async def test_a_hanging_decode_worker_ends_its_streams_with_an_error(
+    deployment: Deployment, answers: list[Answer]
+) -> None:
+    """Neither silence for ever nor a wrong end; when D goes on, it has nothing left of the request."""
+    async with deployment.client("r0") as client:
+        task = asyncio.create_task(client.ask(new_prompt(deployment, 60), max_tokens=400, ignore_eos=True))
+        await deployment.until(lambda: deployment.decoding("d0") == 1, "decoding", during=task)
+        deployment.cluster.signal_all("d0", signal.SIGSTOP)
+        try:
+            outcome = await asyncio.wait_for(task, 60)
+            eventually(lambda: deployment.cluster.ready_status("r0") == 503, "/ready of the router says 503", 15)
+            eventually(lambda: deployment.held_by_prefill("p0") == 0, "P holds nothing for the hanging D", 15)
+        finally:
+            deployment.cluster.signal_all("d0", signal.SIGCONT)
+    assert outcome.status == 200
+    assert outcome.text
+    assert outcome.error is not None
+    assert outcome.finish_reason is None
+    deployment.cluster.wait_ready("r0", timeout_s=30)
+    await deployment.until_idle()
+    await assert_serves(deployment, answers)
+
+
+async def test_a_hanging_router_costs_the_workers_nothing(deployment: Deployment, answers: list[Answer]) -> None:
+    """Its sessions fall silent: both workers give up what it had, and serve the other router meanwhile."""
+    async with deployment.client("r0") as client:
+        task = asyncio.create_task(client.ask(new_prompt(deployment, 60), max_tokens=400, ignore_eos=True))
+        await deployment.until(lambda: deployment.decoding("d0") == 1, "decoding", during=task)
+        deployment.cluster.signal_all("r0", signal.SIGSTOP)
+        try:
+            eventually(lambda: deployment.pool_full("d0"), "D's blocks are back", 30)
+            await assert_serves(deployment, answers, "r1")
+        finally:
+            deployment.cluster.signal_all("r0", signal.SIGCONT)
+        outcome = await asyncio.wait_for(task, 60)
+    assert outcome.error is not None
+    deployment.cluster.wait_ready("r0", timeout_s=30)
+    await deployment.until_idle()
+    await assert_serves(deployment, answers)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +37,33 @@ class Deployment:
         self.book = PromptBook(model)
         self.body_limit = 4 * 1024 * 1024
         self.cluster = Cluster(directory)
-        common = {"model": model, "served_name": self.model, "grace_s": 5}
-        engine = common | {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "threads": 1}
-        prefill = self.cluster.add(
-            "p0", "prefill", **engine, block_size=PREFILL_BLOCK, max_num_batched_tokens=128, hold_ttl_s=5
-        )
-        pool = engine | {"kv_dtype": "float32", "lease_ttl_s": 4, "socket_dir": directory}
-        decoders = [
-            self.cluster.add("d0", "decode", **pool, channels=8, block_size=32, num_blocks=160),
-            self.cluster.add("d1", "decode", **pool, channels=7, block_size=64, num_blocks=160),
-        ]
-        for number, decode in enumerate(decoders):
-            self.cluster.add(
-                f"r{number}",
-                "router",
-                **common,
-                prefill=prefill.url,
-                decode=decode.url,
-                max_body_bytes=self.body_limit,
-            )
+        self._common = {"model": model, "served_name": self.model, "grace_s": 5}
+        self._engine = self._common | {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "threads": 1}
+        chunks = {"block_size": PREFILL_BLOCK, "max_num_batched_tokens": 128}
+        self.cluster.add("p0", "prefill", **self._engine, **chunks, hold_ttl_s=5)
+        self._add_pool(0, channels=8, block_size=32, num_blocks=160)
+        self._add_pool(1, channels=7, block_size=64, num_blocks=160)
+
+    def _add_pool(self, number: int, **pool: object) -> tuple[str, str]:
+        """A decode worker and a router of its own in front of it and p0 → their names."""
+        decode, router = f"d{number}", f"r{number}"
+        settings = self._engine | {"kv_dtype": "float32", "lease_ttl_s": 4, "socket_dir": self.cluster.directory}
+        url = self.cluster.add(decode, "decode", **(settings | pool)).url
+        ends = {"prefill": self.cluster.url("p0"), "decode": url}
+        self.cluster.add(router, "router", **self._common, **ends, max_body_bytes=self.body_limit)
+        return decode, router
+
+    @contextmanager
+    def pool(self, **settings: object) -> Iterator[tuple[str, str]]:
+        """One more decode worker behind p0, with a router → (decode, router); gone at the end."""
+        names = self._add_pool(len(self.cluster.roles), **settings)
+        try:
+            self.cluster.start(*names)
+            self.cluster.wait_ready(*names)
+            yield names
+        finally:
+            for name in reversed(names):
+                self.cluster.remove(name)
 
     # ---- talk to it
 
