@@ -50,7 +50,7 @@ async def main(
     """`run` inside a running loop. `make_engine` replaces the configured engine; `on_started(port)`: it serves now."""
     sock = bind(settings.host, settings.port)  # before the model is loaded: a taken port is said at once
     try:
-        device, worker, registry = _build(settings, make_engine or torch_engine)
+        device, worker, registry = _build(settings, make_engine or cpu_engine)
     except BaseException:
         sock.close()
         raise
@@ -93,13 +93,11 @@ async def main(
         sock.close()
 
 
-def torch_engine(settings: DecodeSettings, device: NpuDevice, pool: KVPool) -> Engine:
-    """The torch engine; torch is imported here and nowhere else in this role."""
-    from decode_worker.engines.torch_llama import TorchEngine
+def cpu_engine(settings: DecodeSettings, device: NpuDevice, pool: KVPool) -> Engine:
+    """The engine on the host CPU; imported here because it loads the compiler."""
+    from decode_worker.engines.cpu.engine import CpuEngine
 
-    return TorchEngine(
-        settings.model, device, pool.geometry, pool.bases, dtype=settings.dtype, threads=settings.threads
-    )
+    return CpuEngine(settings.model, device, pool.geometry, pool.bases, dtype=settings.dtype, threads=settings.threads)
 
 
 def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice, DecodeWorker, CollectorRegistry]:

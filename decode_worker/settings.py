@@ -34,7 +34,7 @@ class DecodeSettings(BaseRoleSettings):
     served_name: Name | None = Field(None, description="the model's name for clients (default: the directory's name)")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of weights and arithmetic")
     max_model_len: Count | None = Field(None, description="longest context (default: the model's)")
-    engine: Literal["torch"] = Field("torch", description="what computes the model")
+    engine: Literal["cpu"] = Field("cpu", description="what computes the model")
     threads: Count = Field(1, description="threads of the engine")
 
     channels: Annotated[int, Field(gt=0, le=64)] = Field(P150A_BANKS, description="DRAM channels of the emulated NPU")
