@@ -51,7 +51,8 @@ class Engine:
         """
         began = time.monotonic()
         _prepare_environment(settings)
-        os.register_at_fork(after_in_child=lambda: (_die_with_parent(), in_child()))
+        os.register_at_fork(after_in_child=_die_with_parent)
+        os.register_at_fork(after_in_child=in_child)
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.executor import Executor
 
@@ -121,7 +122,7 @@ def _engine_args(settings: PrefillSettings, control_path: str) -> Any:
         served_model_name=[settings.model_name],
         skip_tokenizer_init=True,
         dtype=settings.dtype,
-        max_model_len=settings.max_model_len,
+        max_model_len=settings.max_model_len,  # type: ignore[arg-type]  # None is the model's own
         block_size=settings.block_size,
         kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30),
         enable_prefix_caching=settings.prefix_caching,
