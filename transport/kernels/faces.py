@@ -168,29 +168,34 @@ def bfloat16_bits(b: Builder, bits: Value) -> Value:
     return b.trunc(b.select(is_nan, b.or_(upper, splat(0x40)), rounded), vector(I16, FACE))
 
 
-def block_float(b: Builder, row: Value, source: SourceDtype, mantissa_bits: int) -> tuple[Value, Value]:
-    """A face row → (shared exponent as i8, codes as <16 x i8>), as `tiles` defines them.
+def block_float(
+    b: Builder, rows: Sequence[Value], source: SourceDtype, mantissa_bits: int
+) -> tuple[list[Value], Value]:
+    """One or two face rows → (shared exponent of each as i8, codes of all as <n x i8>), as `tiles` defines them.
 
     bf16 stays in 16-bit lanes: an 8-bit significand shifted so far that a bit falls off 15 is below a half anyway.
     """
     if source == "bfloat16":
-        bits, element, fraction, width = row, I16, 7, 15
+        parts, element, fraction, width = list(rows), I16, 7, 15
     else:
-        bits, element, fraction, width = float_bits(b, row, source), I32, 23, 24
-    lane = element.width
+        parts, element, fraction, width = [float_bits(b, row, source) for row in rows], I32, 23, 24
+    lane, lanes = element.width, FACE * len(rows)
 
     def const(value: int) -> Value:
-        return splat(value, element)
+        return splat(value, element, lanes)
 
     def minimum(value: Value, limit: int) -> Value:
         return b.select(b.icmp_unsigned("<", value, const(limit)), value, const(limit))
 
-    exponent = b.and_(b.lshr(bits, const(fraction)), const(0xFF))
     reduce = b.module.declare_intrinsic(
-        f"llvm.vector.reduce.umax.v16i{lane}", fnty=ir.FunctionType(element, [exponent.type])
+        f"llvm.vector.reduce.umax.v16i{lane}", fnty=ir.FunctionType(element, [parts[0].type])
     )
-    shared = b.call(reduce, [exponent])
-    shared_lanes = shuffle(b, b.insert_element(const(0), shared, I32(0)), const(0), [0] * FACE)
+    mask, shift = splat(0xFF, element), splat(fraction, element)
+    shared = [b.call(reduce, [b.and_(b.lshr(part, shift), mask)]) for part in parts]
+    spread = [b.insert_element(splat(0, element), value, I32(0)) for value in shared]
+    shared_lanes = shuffle(b, spread[0], spread[-1], ([0] * FACE + [FACE] * FACE)[:lanes])
+    bits = shuffle(b, parts[0], parts[-1], range(lanes))
+    exponent = b.and_(b.lshr(bits, const(fraction)), const(0xFF))
     mantissa = b.or_(b.and_(bits, const((1 << fraction) - 1)), const(1 << fraction))
     mantissa = b.shl(mantissa, const(width - fraction - 1))
     mantissa = b.select(b.icmp_unsigned("==", exponent, const(0)), const(0), mantissa)
@@ -201,27 +206,31 @@ def block_float(b: Builder, row: Value, source: SourceDtype, mantissa_bits: int)
     rounded = minimum(rounded, (1 << mantissa_bits) - 1)
     sign = b.shl(b.lshr(bits, const(lane - 1)), const(mantissa_bits))
     signed = b.select(b.icmp_unsigned("==", rounded, const(0)), const(0), b.or_(sign, rounded))
-    return b.trunc(shared, I8), b.trunc(signed, vector(I8, FACE))
+    return [b.trunc(value, I8) for value in shared], b.trunc(signed, vector(I8, lanes))
 
 
 def encode_rows(
     b: Builder, rows: Sequence[Value], source: SourceDtype, target: KVDtype
 ) -> tuple[list[Value], list[Value]]:
-    """Rows of a face → (their bytes in the target dtype, one vector each; shared exponents of a block float)."""
+    """Rows of a face, an even number of them for block floats → (their bytes in the target dtype, as vectors
+    that follow each other; the shared exponents of a block float)."""
     if source == target:
         return list(rows), []
     if target == "float32":
         return [float_bits(b, row, source) for row in rows], []
     if target == "bfloat16":
         return [bfloat16_bits(b, float_bits(b, row, source)) for row in rows], []
-    data, exponents = [], []
-    for row in rows:
-        exponent, codes = block_float(b, row, source, MANTISSA_BITS[target])
+    data: list[Value] = []
+    exponents: list[Value] = []
+    together = 2 if source == "bfloat16" else 1  # as many as fill a vector register
+    for first in range(0, len(rows), together):
+        shared, codes = block_float(b, rows[first : first + together], source, MANTISSA_BITS[target])
         if target == "bfp4_b":
-            low, high = (shuffle(b, codes, codes, range(start, FACE, 2)) for start in (0, 1))
-            codes = b.or_(low, b.shl(high, splat(4, I8, 8)))
+            lanes = FACE * together
+            low, high = (shuffle(b, codes, codes, range(start, lanes, 2)) for start in (0, 1))
+            codes = b.or_(low, b.shl(high, splat(4, I8, lanes // 2)))
         data.append(codes)
-        exponents.append(exponent)
+        exponents += shared
     return data, exponents
 
 
@@ -235,7 +244,7 @@ def store_rows(b: Builder, rows: Sequence[Value], address: Value, stride: Value)
 
 
 def store_line(b: Builder, rows: Sequence[Value], address: Value, streaming: bool) -> None:
-    """Store rows that make up one cache line, one after the other."""
+    """Store vectors that make up one cache line, one after the other."""
     line = list(rows)
     while len(line) > 1:
         lanes = 2 * line[0].type.count
