@@ -146,6 +146,10 @@ def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice
 
 
 def _socket_path(settings: DecodeSettings) -> str:
-    """Short whatever the worker's name (a Unix socket's path has 107 bytes); a restart takes the same one."""
-    name = hashlib.blake2b(settings.name.encode(), digest_size=6).hexdigest()
+    """Short whatever the worker's name (a Unix socket's path has 107 bytes); a restart takes the same one.
+
+    The address keeps workers of equal names apart: those of two `hawk up` on one machine.
+    """
+    key = f"{settings.name}/{settings.host}:{settings.port}"
+    name = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
     return str((settings.socket_dir / f"hawk-{name}.sock").absolute())
