@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prefill_peers import POISON, Decode, Router, Worker, decode_of, tokens_of
+from tokenizers import Tokenizer
 
 from transport.geometry.floats import SourceDtype, to_float32
 from transport.messages import KVPath, Lease
@@ -15,6 +16,17 @@ from transport.messages import KVPath, Lease
 pytestmark = pytest.mark.e2e
 
 CHUNK = 128
+TEXT = """
+Prefill reads the whole prompt at once and is bound by arithmetic; decode reads the whole cache for every token and
+is bound by memory. When both run on one machine they disturb each other, so large services give each its own. The
+keys and values that prefill has computed must then travel to where decode runs, and they must arrive in the order
+in which that machine keeps them, or it has to shuffle them before it can begin. A tile is thirty-two rows of
+thirty-two numbers, and the tiles of one tensor are dealt over the memory channels like cards over players. Whoever
+knows the game can put each card where it belongs while it is still in the air. The old lighthouse keeper had never
+heard of any of this. Every evening he climbed the ninety-one steps, trimmed the wick, and wrote the weather into a
+book: wind from the west, a little rain, two ships, no news. In the winter of the great storm the book shows three
+days without an entry, and after them, in the same calm hand: wind from the west, a little rain, no ships.
+"""
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -82,9 +94,12 @@ async def test_the_kv_is_the_models_own(
 ) -> None:
     if dtype != "float32":
         pytest.skip("the reference is exact enough in float32 only")
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    tokens = tokens_of(7, 300)
+    import torch
+    import transformers
+
+    # Real text: on random tokens rounding errors grow a hundredfold over the layers, in any implementation.
+    tokens = Tokenizer.from_file(str(model / "tokenizer.json")).encode(TEXT).ids
+    assert len(tokens) > CHUNK
     async with decode_of("d0", model, tmp_path, dtype=dtype) as decode:
         await router.open(decode)
         lease = decode.lease(router.writer, len(tokens))
@@ -95,8 +110,9 @@ async def test_the_kv_is_the_models_own(
         out = reference(torch.tensor([tokens]), use_cache=True)
     assert prefilled.token_ids == (int(out.logits[0, -1].argmax()),)
     for ours, name in ((k, "keys"), (v, "values")):
-        theirs = np.stack([getattr(layer, name)[0].transpose(0, 1).numpy() for layer in out.past_key_values.layers])
-        assert np.linalg.norm(ours - theirs) <= 1e-5 * np.linalg.norm(theirs)
+        for ours_in_layer, layer in zip(ours, out.past_key_values.layers, strict=True):
+            theirs = getattr(layer, name)[0].transpose(0, 1).numpy()
+            assert np.linalg.norm(ours_in_layer - theirs) <= 1e-5 * np.linalg.norm(theirs)
 
 
 async def test_blocks_from_the_prefix_cache_are_pushed_too(
