@@ -27,17 +27,24 @@ class Piece:
     tensors: range | None = None
 
 
+LONG_ROWS = 8
+"""Tile rows of one tensor that a kernel call takes in a row where the range has them: with fewer, each tensor's pages
+are left again before the memory streams."""
+
+
 def split(geometry: KVGeometry, start: int, stop: int, limit: int) -> Iterator[Piece]:
     """Cut [start, stop) into pieces of at most `limit` bytes in the pool, or of one tile row of one tensor.
 
-    `start` is a multiple of 32, and so is every cut.
+    `start` is a multiple of 32, and so is every cut. A piece takes all tensors if `limit` allows that for
+    `LONG_ROWS` tile rows, else as many (K and V of a layer together where possible) as it does allow.
     """
     tile_row = geometry.num_kv_heads * (geometry.head_dim // TILE) * geometry.page_bytes
-    rows = limit // (tile_row * geometry.num_tensors)
-    tokens = max(1, rows) * TILE
-    group = geometry.num_tensors if rows else max(1, limit // tile_row)
-    for first in range(start, stop, tokens):
-        last = min(first + tokens, stop)
+    long = min(LONG_ROWS, max(1, -(-(stop - start) // TILE)))
+    rows = max(limit // (tile_row * geometry.num_tensors), min(long, max(1, limit // tile_row)))
+    group = min(geometry.num_tensors, max(1, limit // (tile_row * rows)))
+    group -= group % 2 if group > 1 else 0
+    for first in range(start, stop, rows * TILE):
+        last = min(first + rows * TILE, stop)
         if group == geometry.num_tensors:
             yield Piece(first, last)
             continue
