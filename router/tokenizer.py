@@ -18,14 +18,23 @@ INLINE_CHARACTERS = 2048
 
 
 class Tokenizer:
-    """`calls` counts the texts that were tokenised: one per prompt of a request, never more."""
+    """`calls` counts the texts that were tokenised: one per prompt of a request, never more.
+
+    `longest_token`: how many characters one token stands for at most; None for a tokenizer that may take in any
+    number of them (by stripping or normalising).
+    """
 
     def __init__(self, fast: FastTokenizer) -> None:
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
-        self._byte_level = json.loads(fast.to_str())["decoder"]["type"] == "ByteLevel" if fast.decoder else False
+        parts = json.loads(fast.to_str())
+        self._byte_level = parts["decoder"] is not None and parts["decoder"]["type"] == "ByteLevel"
+        strips = any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"])
+        self.longest_token: int | None = None
+        if self._byte_level and parts["normalizer"] is None and not strips:
+            self.longest_token = max(map(len, fast.get_vocab(with_added_tokens=True)))
         self._tables = {skip: ByteTable(fast, skip) for skip in (False, True)}
         self._texts: dict[int, tuple[str, bytes]] = {}
         self.calls = 0
@@ -46,14 +55,16 @@ class Tokenizer:
         return self._fast.get_vocab_size(with_added_tokens=True)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`; long texts in a thread (the tokenizer releases the GIL)."""
+        """Token ids of `text`; long texts in a thread."""
         self.calls += 1
         if len(text) <= INLINE_CHARACTERS:
             return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads, lambda: self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-        )
+        return await loop.run_in_executor(self._threads, self._encode_without_gil, text, add_special_tokens)
+
+    def _encode_without_gil(self, text: str, add_special_tokens: bool) -> list[int]:
+        """As a batch, because only that releases the GIL: `encode` would stop the event loop from any thread."""
+        return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -51,7 +51,7 @@ class Renderer:
             named = {"name": message.name} if message.name is not None else {}
             messages.append({"role": role, "content": message.text, **named})
         text = self._template.render(messages)
-        return [Rendered(await self._tokenizer.encode(text, add_special_tokens=False))]
+        return [Rendered(await self._encode(text, add_special_tokens=False))]
 
     async def completion(self, request: CompletionRequest, max_prompts: int) -> list[Rendered]:
         """All prompts of a text completion, in order. Raises InvalidRequest."""
@@ -61,7 +61,7 @@ class Renderer:
         rendered = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                ids = await self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+                ids = await self._encode(prompt, add_special_tokens=request.add_special_tokens)
                 rendered.append(Rendered(ids, prompt))
             else:
                 if max(prompt) >= self._vocab_size:
@@ -70,6 +70,16 @@ class Renderer:
                     )
                 rendered.append(Rendered(prompt, self._tokenizer.decode(prompt) if request.echo else ""))
         return rendered
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises ContextLengthExceeded, before seconds go into tokenising it, for what cannot fit by its length."""
+        context, longest = self._limits().context, self._tokenizer.longest_token
+        if longest is not None and len(text) > context * longest:
+            raise ContextLengthExceeded(
+                f"the model's context is {context} tokens; {len(text)} characters of the prompt do not fit",
+                param="prompt",
+            )
+        return await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def max_tokens(self, prompt: Rendered, asked: int | None) -> int:
         """Tokens to generate; without a wish, all that fits. Raises InvalidRequest, ContextLengthExceeded."""
