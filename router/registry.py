@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ class Registry:
         self._changed = changed
         self._model = model
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
-        self._removals: set[asyncio.Task[None]] = set()
+        self._removals: dict[Worker, asyncio.Task[None]] = {}
+        self._numbers = itertools.count(1)
 
     # ---- members
 
@@ -78,13 +80,16 @@ class Registry:
             if known.role != role:
                 raise InvalidRequest(f"{url} is already known as a {known.role} worker", param="role")
             known.removing = False
+            if (removal := self._removals.pop(known, None)) is not None:
+                removal.cancel()
             return known, False
         worker = PrefillWorker(url) if role == "prefill" else DecodeWorker(url)
         worker.client = SessionClient(
             url,
             self._settings.secret,
             self._settings.name,
-            self._generation,
+            # One worker under two URLs has two sessions: the second must be refused, not take the first one's place.
+            f"{self._generation}-{next(self._numbers)}",
             on_hello=lambda hello: self._attached(worker, hello),
             on_message=lambda message: self._message(worker, message),
             on_down=lambda error: self._down(worker, error),
@@ -103,35 +108,36 @@ class Registry:
 
     def remove(self, url: str) -> Worker | None:
         """Take no new work to the worker; drop its session once its requests have ended (at most `grace_s`)."""
-        worker = next((worker for worker in self.workers if worker.url == url.rstrip("/")), None)
+        worker = next((worker for worker in self.workers if worker.url == url.lower().rstrip("/")), None)
         if worker is not None and not worker.removing:
             worker.removing = True
-            task = asyncio.create_task(self._retire(worker))
-            self._removals.add(task)
-            task.add_done_callback(self._removals.discard)
+            self._removals[worker] = asyncio.create_task(self._retire(worker))
         return worker
 
     async def _retire(self, worker: Worker) -> None:
         deadline = asyncio.get_running_loop().time() + self._settings.grace_s
-        while worker.calls and worker.removing and asyncio.get_running_loop().time() < deadline:
+        while worker.calls and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
-        if worker.removing:
-            await self._end(worker, HawkError("removed by the administrator"))
+        await self._end(worker, HawkError("removed by the administrator"))
+        self._removals.pop(worker, None)
 
     async def _end(self, worker: Worker, error: HawkError) -> None:
-        task = self._tasks.pop(worker)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        self._down(worker, error)
+        """Forgotten at once: while its session closes, the same URL may already be added anew."""
         if isinstance(worker, PrefillWorker):
             self.prefill.remove(worker)
         elif isinstance(worker, DecodeWorker):
             self.decode.remove(worker)
+        task = self._tasks.pop(worker)
+        task.cancel()
+        self._down(worker, error)
+        await asyncio.gather(task, return_exceptions=True)
 
     async def close(self) -> None:
         """End all sessions: the workers free whatever this router still had."""
-        for task in list(self._removals):
+        removals = list(self._removals.values())
+        for task in removals:
             task.cancel()
+        await asyncio.gather(*removals, return_exceptions=True)
         for worker in self.workers:
             await self._end(worker, HawkError("the router is shutting down"))
         self.pools.close()

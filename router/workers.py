@@ -90,7 +90,8 @@ class Worker:
 
     def describe(self) -> dict[str, Any]:
         """The worker as `GET /workers` shows it."""
-        reason = self.refused or (self.error.message if self.hello is None and self.error is not None else None)
+        error = self.error or (self.client.error if self.client is not None else None)
+        reason = self.refused or (error.message if self.hello is None and error is not None else None)
         return {
             "role": self.role,
             "url": self.url,
