@@ -28,7 +28,7 @@ class UpSettings(BaseRoleSettings):
 
     role: ClassVar[str] = "up"
 
-    name: str = Field("hawk", min_length=1, max_length=200, description="prefix of the processes' names")
+    name: str = Field("", max_length=200, description="prefix of the processes' names (default: hawk-PORT)")
     host: str = Field("127.0.0.1", description="address that the router listens on")
     port: Port = Field(8000, description="port of the router")
     prefill: Workers = Field(1, description="number of prefill workers")
@@ -45,10 +45,14 @@ class UpSettings(BaseRoleSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _token_of_this_run(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not values.get("token") and not values.get("token_file"):
-            return {**values, "token": secrets.token_hex(32)}
-        return values
+    def _of_this_run(cls, values: Any) -> Any:
+        """A new token, and a name that no other cluster on this host has."""
+        if not isinstance(values, dict):
+            return values
+        own = {"name": values.get("name") or f"hawk-{values.get('port', cls.model_fields['port'].default)}"}
+        if not values.get("token") and not values.get("token_file"):
+            own["token"] = secrets.token_hex(32)
+        return {**values, **own}
 
     @model_validator(mode="after")
     def _ports_apart(self) -> UpSettings:

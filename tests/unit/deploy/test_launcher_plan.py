@@ -72,6 +72,16 @@ def test_more_workers_on_another_port(model: Path) -> None:
     assert router.model == model
 
 
+def test_two_clusters_on_one_host_have_no_name_in_common(model: Path) -> None:
+    first, second = planned(model), planned(model, "--port", "9000")
+    assert not {member.settings.name for member in first} & {member.settings.name for member in second}
+    assert {member.settings.name for member in planned(model, "--name", "lab")} == {
+        "lab-decode-0",
+        "lab-prefill-0",
+        "lab-router",
+    }
+
+
 @pytest.mark.parametrize("flags", [("--decode-port", "8000"), ("--prefill", "64", "--decode-port", "8150")])
 def test_overlapping_ports_are_refused(model: Path, flags: tuple[str, ...]) -> None:
     with pytest.raises(ConfigurationError, match="overlap"):
