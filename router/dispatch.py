@@ -71,6 +71,7 @@ class Dispatcher:
             placed = await self._placement.acquire(
                 prompt,
                 needs_decode=job.remaining > 1,
+                kv_tokens=len(prompt.token_ids) + job.remaining - 1,
                 order=order,
                 deadline=arrived + settings.queue_timeout_s,
                 avoid=frozenset(avoid),

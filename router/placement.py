@@ -45,11 +45,15 @@ class Placed:
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request in the queue. `order` is its first arrival: a request that comes back keeps its turn."""
+    """A request in the queue. `order` is its first arrival: a request that comes back keeps its turn.
+
+    `kv_tokens`: tokens that it may come to keep in D's pool.
+    """
 
     order: float
     prompt: Prompt
     needs_decode: bool
+    kv_tokens: int
     avoid: frozenset[Worker]
     placed: asyncio.Future[Placed]
 
@@ -65,13 +69,21 @@ class Placement:
         return len(self._queue)
 
     async def acquire(
-        self, prompt: Prompt, *, needs_decode: bool, order: float, deadline: float, avoid: frozenset[Worker]
+        self,
+        prompt: Prompt,
+        *,
+        needs_decode: bool,
+        kv_tokens: int,
+        order: float,
+        deadline: float,
+        avoid: frozenset[Worker],
     ) -> Placed:
         """Wait for a slot. `order`, `deadline`: loop time. `avoid`: workers to use only if there are no others.
 
+        `kv_tokens`: prompt and answer without its last token, for which D's whole pool must have room.
         Raises NoWorkers when nothing could ever serve it now, Overloaded at the deadline.
         """
-        waiter = Waiter(order, prompt, needs_decode, avoid, asyncio.get_running_loop().create_future())
+        waiter = Waiter(order, prompt, needs_decode, kv_tokens, avoid, asyncio.get_running_loop().create_future())
         insort(self._queue, waiter, key=lambda w: w.order)
         self.kick()
         if waiter.placed.done():
@@ -142,24 +154,26 @@ class Placement:
         """The P with the least to do that has a free slot; None: all are busy."""
         candidates = [p for p in self._registry.prefill if p.usable]
         if waiter.needs_decode:
-            candidates = [p for p in candidates if any(self._pair(p, d) for d in self._registry.decode)]
+            candidates = [p for p in candidates if any(self._pair(waiter, p, d) for d in self._registry.decode)]
         if not candidates and not (waiter.needs_decode and self._registry.pools.any_opening()):
-            raise NoWorkers(self._registry.not_ready() or "no worker is ready")
+            raise NoWorkers(self._registry.not_ready() or f"no ready worker can hold {waiter.kv_tokens} tokens")
         with_room = [p for p in candidates if p.in_flight < self._slots]
         if waiter.needs_decode:
-            to_free_d = [p for p in with_room if any(self._pair(p, d) and not d.full for d in self._registry.decode)]
+            free = [d for d in self._registry.decode if not d.full]
+            to_free_d = [p for p in with_room if any(self._pair(waiter, p, d) for d in free)]
             with_room = to_free_d or with_room
         return _best(with_room, waiter, lambda p: (p.load, p.in_flight))
 
     def _decode(self, waiter: Waiter, prefill: PrefillWorker) -> DecodeWorker | None:
         """The D with the longest resident prefix, then the most free blocks; None: all are full."""
-        candidates = [d for d in self._registry.decode if self._pair(prefill, d) and not d.full]
+        candidates = [d for d in self._registry.decode if self._pair(waiter, prefill, d) and not d.full]
         return _best(
             candidates, waiter, lambda d: (-d.resident_blocks(waiter.prompt.hashes(d)), -d.free_blocks, d.calls)
         )
 
-    def _pair(self, prefill: PrefillWorker, decode: DecodeWorker) -> bool:
-        return decode.usable and self._registry.pools.is_open(prefill, decode)
+    def _pair(self, waiter: Waiter, prefill: PrefillWorker, decode: DecodeWorker) -> bool:
+        fits = decode.usable and waiter.kv_tokens <= decode.pool_tokens
+        return fits and self._registry.pools.is_open(prefill, decode)
 
 
 def _best(candidates: list[W], waiter: Waiter, key: Callable[[W], tuple[int, ...]]) -> W | None:

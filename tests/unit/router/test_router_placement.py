@@ -59,15 +59,22 @@ class Bench:
             setattr(worker, name, value)
         return worker
 
-    def decode(self, free_blocks: int = 100) -> DecodeWorker:
+    def decode(self, free_blocks: int = 100, total_blocks: int = 100) -> DecodeWorker:
         worker = DecodeWorker(f"http://d{len(self.registry.decode)}")
         self._attach(worker, FakeDecode(worker.url, self.model))
-        worker.heard(Status(ready=True, free_blocks=free_blocks, total_blocks=100))
+        worker.heard(Status(ready=True, free_blocks=free_blocks, total_blocks=total_blocks))
         return worker
 
     async def place(self, tokens: int = 10, **how: Any) -> Placed:
         loop = asyncio.get_running_loop()
-        given = {"needs_decode": True, "order": loop.time(), "deadline": loop.time() + 5, "avoid": frozenset(), **how}
+        given = {
+            "needs_decode": True,
+            "kv_tokens": tokens + 1,
+            "order": loop.time(),
+            "deadline": loop.time() + 5,
+            "avoid": frozenset(),
+            **how,
+        }
         return await self.placement.acquire(Prompt(list(range(tokens))), **given)
 
 
@@ -104,6 +111,22 @@ async def test_decode_by_resident_prefix_then_free_blocks(wide: Bench) -> None:
     wide.registry._message(holder, ResidentBlocks(added=(hashes[0],)))
     wide.registry._message(holder, ResidentBlocks(reset=True))
     assert (await wide.place(100)).decode is roomy
+
+
+async def test_only_decode_workers_whose_pool_can_hold_the_request(wide: Bench) -> None:
+    wide.prefill()
+    large, small = wide.decode(free_blocks=5, total_blocks=6), wide.decode(free_blocks=4, total_blocks=4)
+    wide.registry._message(small, ResidentBlocks(added=tuple(block_hashes(list(range(64)), 32, small.root))))
+    assert (await wide.place(100, kv_tokens=4 * 32)).decode is small
+    assert (await wide.place(100, kv_tokens=4 * 32 + 1)).decode is large
+    wide.placement.full(large)
+    waiting = asyncio.create_task(wide.place(100, kv_tokens=6 * 32))
+    await asyncio.sleep(0)
+    assert wide.placement.queued == 1
+    wide.placement.freed(large)
+    assert (await waiting).decode is large
+    with pytest.raises(NoWorkers, match="193 tokens"):
+        await wide.place(100, kv_tokens=6 * 32 + 1)
 
 
 async def test_workers_to_avoid_are_the_last_resort(wide: Bench) -> None:
