@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from transport.errors import InvalidRequest, StaleGeneration, UnknownPool
-from transport.messages import ClosePool, Lease, Message, OpenPool, PoolDescription, PoolOpened, PoolRefused
+from transport.messages import ClosePool, ErrorInfo, Lease, Message, OpenPool, PoolDescription, PoolOpened, PoolRefused
 from transport.session.server import Session
 
 
@@ -20,11 +20,15 @@ class Entry:
 
 
 class PoolTable:
-    """Forwards openings and closings to the engine (`send`), which is connected; several routers share a pool."""
+    """Forwards openings and closings to the engine (`send`), which is connected; several routers share a pool.
+
+    A generation takes the place of another one when the engine has opened it, not when somebody asks for it: a
+    router that is behind the times must not take a pool from the others.
+    """
 
     def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[tuple[str, str], Entry] = {}
 
     @property
     def open_count(self) -> int:
@@ -32,9 +36,9 @@ class PoolTable:
 
     def ask(self, session: Session, pool: PoolDescription) -> None:
         """A router wants `pool` open; it is answered at once where it is open already, else by `answer`."""
-        entry = self._entries.get(pool.worker)
-        if entry is None or entry.pool.generation != pool.generation:
-            entry = self._entries[pool.worker] = Entry(pool)
+        entry = self._entries.get((pool.worker, pool.generation))
+        if entry is None:
+            entry = self._entries[pool.worker, pool.generation] = Entry(pool)
             self._send(OpenPool(pool=pool))
         entry.sessions[session.id] = session
         if entry.open:
@@ -42,22 +46,29 @@ class PoolTable:
 
     def answer(self, message: PoolOpened | PoolRefused) -> None:
         """The engine's answer, or its word that an open pool is lost: passed on to all that asked."""
-        entry = self._current(message.worker, message.generation)
+        entry = self._entries.get((message.worker, message.generation))
         if entry is None:
             return
         if isinstance(message, PoolOpened):
+            for other in self._opened(message.worker):
+                if other is not entry:
+                    reason = StaleGeneration(f"generation {message.generation} of {message.worker} took its place")
+                    generation = other.pool.generation
+                    self._end(
+                        other, PoolRefused(worker=message.worker, generation=generation, error=ErrorInfo.of(reason))
+                    )
             entry.open = True
+            for session in entry.sessions.values():
+                session.send(message)
         else:
-            del self._entries[message.worker]
-        for session in entry.sessions.values():
-            session.send(message)
+            self._end(entry, message)
 
     def leave(self, session: Session, worker: str, generation: str) -> None:
         """A router is done with a pool; the last one closes it."""
-        entry = self._current(worker, generation)
+        entry = self._entries.get((worker, generation))
         if entry is None or entry.sessions.pop(session.id, None) is None or entry.sessions:
             return
-        del self._entries[worker]
+        del self._entries[worker, generation]
         self._send(ClosePool(worker=worker, generation=generation))
 
     def leave_all(self, session: Session) -> None:
@@ -66,20 +77,23 @@ class PoolTable:
 
     def check(self, lease: Lease, prompt_tokens: int) -> None:
         """Raises UnknownPool, StaleGeneration, or InvalidRequest where the lease does not fit pool or prompt."""
-        entry = self._entries.get(lease.worker)
-        if entry is None or (entry.pool.generation == lease.generation and not entry.open):
+        entry = self._entries.get((lease.worker, lease.generation))
+        if entry is None or not entry.open:
+            for other in self._opened(lease.worker):
+                raise StaleGeneration(
+                    f"lease {lease.id} is of generation {lease.generation} of {lease.worker}, the open one is "
+                    f"{other.pool.generation}"
+                )
             raise UnknownPool(f"the pool of decode worker {lease.worker} is not open here")
-        pool = entry.pool
-        if pool.generation != lease.generation:
-            raise StaleGeneration(
-                f"lease {lease.id} is of generation {lease.generation} of {lease.worker}, the open one is "
-                f"{pool.generation}"
-            )
-        check_lease(lease, pool, prompt_tokens)
+        check_lease(lease, entry.pool, prompt_tokens)
 
-    def _current(self, worker: str, generation: str) -> Entry | None:
-        entry = self._entries.get(worker)
-        return entry if entry is not None and entry.pool.generation == generation else None
+    def _opened(self, worker: str) -> list[Entry]:
+        return [entry for (name, _), entry in self._entries.items() if name == worker and entry.open]
+
+    def _end(self, entry: Entry, message: PoolRefused) -> None:
+        del self._entries[message.worker, message.generation]
+        for session in entry.sessions.values():
+            session.send(message)
 
 
 def check_lease(lease: Lease, pool: PoolDescription, prompt_tokens: int) -> None:
