@@ -165,6 +165,10 @@ class Registry:
 
     def _attached(self, worker: Worker, hello: Hello) -> None:
         worker.attached(hello)
+        self._accept(worker, hello)
+
+    def _accept(self, worker: Worker, hello: Hello) -> None:
+        """Use an attached worker, or say why not."""
         worker.refused = self._objection(worker, hello)
         if worker.refused is not None:
             log.error("%s worker at %s refused: %s", worker.role, worker.url, worker.refused)
@@ -222,6 +226,9 @@ class Registry:
             elif isinstance(worker, DecodeWorker):
                 self.pools.decode_gone(worker, hello)
         self._inbox.lost(worker, error)
+        for other in self.workers:
+            if other.refused is not None and other.hello is not None:
+                self._accept(other, other.hello)  # what was held against it may be gone now, a name that was taken
         self._changed()
 
 

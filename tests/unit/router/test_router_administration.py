@@ -24,6 +24,19 @@ async def test_an_added_alias_does_not_end_the_session_it_is_an_alias_of(fleet: 
     assert (await fleet.complete()).status_code == 200
 
 
+async def test_a_worker_moves_to_another_url(fleet: Fleet) -> None:
+    """Added under the new one first, removed under the old one then."""
+    await fleet.start()
+    old = fleet.hosts[fleet.decode[0]].url
+    new = old.replace("127.0.0.1", "localhost")
+    await fleet.http.post("/workers", json={"role": "decode", "url": new}, headers=AUTH)
+    await fleet.until(lambda: fleet.router.registry.decode[1].refused)
+    await fleet.http.delete("/workers", params={"url": old}, headers=AUTH)
+    await fleet.until(lambda: [worker.url for worker in fleet.router.registry.decode] == [new])
+    await fleet.until(lambda: fleet.router.registry.not_ready() is None)
+    assert (await fleet.complete()).status_code == 200
+
+
 async def test_a_worker_added_again_right_after_its_removal_stays(fleet: Fleet) -> None:
     await fleet.start()
     url = fleet.hosts[fleet.decode[0]].url
