@@ -1,4 +1,8 @@
-"""A closed-loop load generator for OpenAI completions: TTFT, TPOT and tokens per second as a client sees them."""
+"""Load generators for OpenAI completions: TTFT, TPOT and tokens per second as a client sees them.
+
+`waves` offers the same arrivals to whatever serves them, so that latencies compare; `closed_loop` keeps a
+server busy, so that throughputs compare, but one that decodes faster sees its next prompts sooner, and queues.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from pathlib import Path
 
 import httpx
 
+TIMEOUT_S = 600.0
 VOCABULARY = (
     "the a old young river market lantern captain garden winter road carried found painted described near behind "
     "under before after evening morning stone bridge letter silver wooden quiet broken ancient village and then while"
@@ -98,7 +103,6 @@ async def closed_loop(
     *,
     concurrency: int,
     output_tokens: int,
-    timeout_s: float = 600,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> Load:
     """Send every prompt once, `concurrency` at a time, each as soon as an earlier one has ended.
@@ -108,18 +112,41 @@ async def closed_loop(
     queue = iter(prompts)
     timings: list[Timing] = []
 
-    async def client_loop(client: httpx.AsyncClient) -> None:
+    async def one_client(client: httpx.AsyncClient) -> None:
         for prompt in queue:
             timings.append(await measure(client, model, prompt, output_tokens))
 
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=timeout_s, trust_env=False, transport=transport) as client,
-        asyncio.TaskGroup() as group,
-    ):
+    async with _client(url, transport) as client:
         start = time.perf_counter()
-        for _ in range(concurrency):
-            group.create_task(client_loop(client))
-    return Load(timings, time.perf_counter() - start)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(one_client(client))
+        return Load(timings, time.perf_counter() - start)
+
+
+async def waves(
+    url: str,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    *,
+    concurrency: int,
+    output_tokens: int,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> Load:
+    """Send `concurrency` prompts at once, and the next ones when all of these have ended."""
+    timings: list[Timing] = []
+    async with _client(url, transport) as client:
+        start = time.perf_counter()
+        for first in range(0, len(prompts), concurrency):
+            async with asyncio.TaskGroup() as group:
+                wave = prompts[first : first + concurrency]
+                tasks = [group.create_task(measure(client, model, prompt, output_tokens)) for prompt in wave]
+            timings += [task.result() for task in tasks]
+        return Load(timings, time.perf_counter() - start)
+
+
+def _client(url: str, transport: httpx.AsyncBaseTransport | None) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False, transport=transport)
 
 
 def summary(rounds: Sequence[Load]) -> dict[str, float]:
@@ -131,6 +158,7 @@ def summary(rounds: Sequence[Load]) -> dict[str, float]:
         "requests": float(len(ttft)),
         "ttft_ms_mean": statistics.fmean(ttft),
         "ttft_ms_p50": statistics.median(ttft),
+        "ttft_ms_min": ttft[0],
         "ttft_ms_max": ttft[-1],
         "tokens_per_s": sum(t.tokens for load in rounds for t in load.timings) / seconds,
         "seconds": seconds,

@@ -1,7 +1,8 @@
 """`hawk bench serve`: TTFT, TPOT and tokens/s through the three roles, against the same vLLM alone.
 
 Both systems get the same cores, engine settings and prompts; their rounds alternate in one run, so that what
-else the machine does hits both alike. Every prompt is new: no prefix cache helps either.
+else the machine does hits both alike. Every prompt is new: no prefix cache helps either. Loads: `wave` sends
+all at once and waits for all (compare TTFT and TPOT there), `closed` keeps that many in flight (tokens/s).
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.load import Load, closed_loop, make_prompts, summary
+from deploy.bench.load import Load, closed_loop, make_prompts, summary, waves
 from deploy.bench.servers import Servers, ServeSetup, start_hawk, start_vllm
 
-#: requests per round at each concurrency: enough for a mean, few enough for two cores
-REQUESTS_PER_CLIENT = 3
-LEAST_REQUESTS = 6
+LOADS = {"wave": waves, "closed": closed_loop}
+LEAST_REQUESTS = 4
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -31,6 +31,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--load", nargs="+", default=list(LOADS), choices=LOADS, help="how requests arrive")
+    parser.add_argument("--requests", type=int, default=2, help="requests per round and client in flight")
     parser.add_argument("--rounds", type=int, default=2, help="alternating rounds per system")
     parser.add_argument("--threads", type=int, default=1, help="compute threads of each engine")
     parser.add_argument("--cores", type=int, nargs="+", help="CPUs of each system (default: all there are)")
@@ -38,7 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="directory for the servers' logs")
     parser.add_argument("--json", action="store_true", help="print JSON only")
     args = parser.parse_args(argv)
-    for name in ("prompt_tokens", "output_tokens", "rounds", "threads", "chunk_tokens"):
+    for name in ("prompt_tokens", "output_tokens", "requests", "rounds", "threads", "chunk_tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if min(args.concurrency) < 1:
@@ -47,41 +49,42 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def compare(args: argparse.Namespace, setup: ServeSetup, systems: Mapping[str, Servers]) -> list[dict[str, Any]]:
-    """Measure every concurrency on both systems → one row per (system, concurrency)."""
+    """Measure every load and concurrency on both systems → one row per (system, load, concurrency)."""
+    for system in systems.values():  # page in, open connections: not measured
+        warm = make_prompts(setup.model, 2, args.prompt_tokens, seed=-1)
+        asyncio.run(waves(system.url, setup.name, warm, concurrency=2, output_tokens=args.output_tokens))
     rows: list[dict[str, Any]] = []
     seed = 0
-    for system in systems.values():  # compile, page in, open connections: not measured
-        warm = make_prompts(setup.model, 2, args.prompt_tokens, seed=-1)
-        asyncio.run(closed_loop(system.url, setup.name, warm, concurrency=2, output_tokens=args.output_tokens))
     for concurrency in args.concurrency:
-        count = max(LEAST_REQUESTS, REQUESTS_PER_CLIENT * concurrency)
-        loads: dict[str, list[Load]] = {name: [] for name in systems}
-        for number in range(args.rounds):
-            seed += 1
-            prompts = make_prompts(setup.model, count, args.prompt_tokens, seed)
-            order = list(systems) if number % 2 == 0 else list(reversed(systems))
-            for name in order:
-                print(f"{name}: {count} requests at concurrency {concurrency} …", file=sys.stderr, flush=True)
-                loop = closed_loop(
-                    systems[name].url,
-                    setup.name,
-                    prompts,
-                    concurrency=concurrency,
-                    output_tokens=args.output_tokens,
-                )
-                loads[name].append(asyncio.run(loop))
-        rows += [{"system": name, "concurrency": concurrency, **summary(loads[name])} for name in systems]
+        count = max(LEAST_REQUESTS, args.requests * concurrency)
+        for load in args.load if concurrency > 1 else args.load[:1]:  # one at a time, they are the same
+            loads: dict[str, list[Load]] = {name: [] for name in systems}
+            for number in range(args.rounds):
+                seed += 1
+                prompts = make_prompts(setup.model, count, args.prompt_tokens, seed)
+                for name in list(systems) if number % 2 == 0 else list(reversed(systems)):
+                    print(f"{name}: {count} requests, {concurrency} at a time ({load}) …", file=sys.stderr, flush=True)
+                    run = LOADS[load](
+                        systems[name].url,
+                        setup.name,
+                        prompts,
+                        concurrency=concurrency,
+                        output_tokens=args.output_tokens,
+                    )
+                    loads[name].append(asyncio.run(run))
+            rows += [
+                {"system": name, "load": load, "concurrency": concurrency, **summary(loads[name])} for name in systems
+            ]
     return rows
 
 
-def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Hawk against vLLM alone at each concurrency; `added_ttft_percent` compares the medians."""
-    by = {(row["system"], row["concurrency"]): row for row in rows}
-    out = []
-    for concurrency in sorted({row["concurrency"] for row in rows}):
-        hawk, vllm = by["hawk", concurrency], by["vllm", concurrency]
-        ratio = {
-            "concurrency": concurrency,
+def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Hawk against vLLM alone for each load and concurrency; `added_ttft_percent` compares the medians."""
+    out: list[dict[str, Any]] = []
+    for hawk in (row for row in rows if row["system"] == "hawk"):
+        key = {"load": hawk["load"], "concurrency": hawk["concurrency"]}
+        vllm = next(row for row in rows if row["system"] == "vllm" and key.items() <= row.items())
+        ratio = key | {
             "added_ttft_percent": 100 * (hawk["ttft_ms_p50"] / vllm["ttft_ms_p50"] - 1),
             "added_ttft_ms": hawk["ttft_ms_p50"] - vllm["ttft_ms_p50"],
             "tokens_per_s_ratio": hawk["tokens_per_s"] / vllm["tokens_per_s"],
@@ -92,18 +95,18 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     return out
 
 
-def table(rows: Sequence[Mapping[str, Any]], comparison: Sequence[Mapping[str, float]]) -> str:
-    lines = [f"{'system':8} {'conc':>4} {'TTFT ms':>9} {'max':>9} {'TPOT ms':>9} {'tokens/s':>9}"]
+def table(rows: Sequence[Mapping[str, Any]], comparison: Sequence[Mapping[str, Any]]) -> str:
+    lines = [f"{'system':8} {'load':>6} {'conc':>4} {'TTFT ms':>9} {'max':>9} {'TPOT ms':>9} {'tokens/s':>9}"]
     for row in rows:
         tpot = f"{row['tpot_ms_p50']:9.1f}" if "tpot_ms_p50" in row else " " * 9
         lines.append(
-            f"{row['system']:8} {row['concurrency']:4d} {row['ttft_ms_p50']:9.1f} {row['ttft_ms_max']:9.1f} "
-            f"{tpot} {row['tokens_per_s']:9.1f}"
+            f"{row['system']:8} {row['load']:>6} {row['concurrency']:4d} {row['ttft_ms_p50']:9.1f} "
+            f"{row['ttft_ms_max']:9.1f} {tpot} {row['tokens_per_s']:9.1f}"
         )
     for ratio in comparison:
         tpot = f", TPOT {ratio['tpot_ratio']:.2f}x" if "tpot_ratio" in ratio else ""
         lines.append(
-            f"concurrency {ratio['concurrency']}: TTFT {ratio['added_ttft_percent']:+.1f}% "
+            f"{ratio['load']}, concurrency {ratio['concurrency']}: TTFT {ratio['added_ttft_percent']:+.1f}% "
             f"({ratio['added_ttft_ms']:+.1f} ms){tpot}, tokens/s {ratio['tokens_per_s_ratio']:.2f}x"
         )
     return "\n".join(lines)

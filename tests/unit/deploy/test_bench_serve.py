@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import httpx
 import pytest
 
 from deploy.bench import serve
-from deploy.bench.load import Load, Timing, closed_loop, summary
+from deploy.bench.load import Load, Timing, summary
 
 
 class Paced(httpx.AsyncBaseTransport):
-    """A completion server that knows how many requests it served at once, and how long a token takes."""
+    """A completion server that knows how many requests it served at once, and how long a token takes.
 
-    def __init__(self, step_s: float = 0.0, status: int = 200, lose: int = 0, error: bool = False) -> None:
-        self.step_s, self.status, self.lose, self.error = step_s, status, lose, error
+    `slow`: prompts whose tokens take longer.
+    """
+
+    def __init__(
+        self, step_s: float = 0.0, status: int = 200, lose: int = 0, error: bool = False, slow: Sequence[int] = ()
+    ) -> None:
+        self.step_s, self.status, self.lose, self.error, self.slow = step_s, status, lose, error, slow
         self.running = self.most = 0
         self.prompts: list[list[int]] = []
+        self.found_running: list[int] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(await request.aread())
         self.prompts.append(body["prompt"])
+        self.found_running.append(self.running)
         if self.status != 200:
             return httpx.Response(self.status, json={"error": {"message": "no"}})
-        return httpx.Response(200, content=self.stream(body["max_tokens"] - self.lose))
+        return httpx.Response(200, content=self.stream(body["prompt"][0], body["max_tokens"] - self.lose))
 
-    async def stream(self, tokens: int) -> AsyncIterator[bytes]:
+    async def stream(self, prompt: int, tokens: int) -> AsyncIterator[bytes]:
         self.running += 1
         self.most = max(self.most, self.running)
         for _ in range(tokens):
-            await asyncio.sleep(self.step_s)
+            await asyncio.sleep(0.02 if prompt in self.slow else self.step_s)
             yield b'data: {"choices": [{"text": "x"}]}\n\n'
         if self.error:
             yield b'data: {"error": {"message": "decode worker lost"}}\n\n'
@@ -40,8 +47,8 @@ class Paced(httpx.AsyncBaseTransport):
         self.running -= 1
 
 
-async def run(server: Paced, prompts: int = 6, concurrency: int = 2) -> Load:
-    return await closed_loop(
+async def run(server: Paced, prompts: int = 6, concurrency: int = 2, load: str = "closed") -> Load:
+    return await serve.LOADS[load](
         "http://server",
         "m",
         [[i] for i in range(prompts)],
@@ -51,12 +58,23 @@ async def run(server: Paced, prompts: int = 6, concurrency: int = 2) -> Load:
     )
 
 
-async def test_every_prompt_once_and_never_more_at_once_than_asked() -> None:
+@pytest.mark.parametrize("kind", ["wave", "closed"])
+async def test_every_prompt_once_and_never_more_at_once_than_asked(kind: str) -> None:
     server = Paced()
-    load = await run(server)
+    load = await run(server, load=kind)
     assert sorted(server.prompts) == [[i] for i in range(6)]
     assert server.most == 2
     assert [t.tokens for t in load.timings] == [4] * 6
+
+
+async def test_a_wave_waits_for_all_of_the_one_before() -> None:
+    server = Paced(slow=[0])
+    await run(server, load="wave")
+    assert server.found_running[2] == 0
+
+    server = Paced(slow=[0])
+    await run(server, load="closed")
+    assert server.found_running[2] == 1, "prompt 0 still ran when prompt 2 came"
 
 
 async def test_ttft_and_tpot_are_those_of_the_server() -> None:
@@ -88,6 +106,7 @@ def test_ratios_and_table() -> None:
     rows = [
         {
             "system": "vllm",
+            "load": "wave",
             "concurrency": 8,
             "ttft_ms_p50": 400.0,
             "ttft_ms_max": 1.0,
@@ -96,6 +115,7 @@ def test_ratios_and_table() -> None:
         },
         {
             "system": "hawk",
+            "load": "wave",
             "concurrency": 8,
             "ttft_ms_p50": 440.0,
             "ttft_ms_max": 1.0,
