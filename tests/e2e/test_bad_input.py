@@ -128,6 +128,7 @@ async def test_unknown_model(deployment: Deployment, http: httpx.AsyncClient) ->
     for model in ("gpt-unknown", "", "x" * 10_000, "../../etc/passwd"):
         body = {"model": model, "prompt": [5], "max_tokens": 2}
         assert_client_error(await http.post(f"{deployment.url('r0')}/v1/completions", json=body), model[:50], 404, 400)
+        assert_client_error(await http.get(f"{deployment.url('r0')}/v1/models/{model or 'x'}"), model[:50], 404)
     for model in (5, [], {}):
         body = {"model": model, "prompt": [5], "max_tokens": 2}
         assert_client_error(await http.post(f"{deployment.url('r0')}/v1/completions", json=body), model, 400)
@@ -175,9 +176,12 @@ async def test_missing_and_wrong_tokens(deployment: Deployment, http: httpx.Asyn
                 async with connect(deployment.session_url(name), additional_headers=headers, proxy=None):
                     pass
             assert refused.value.response.status_code in (401, 403)
-        for method in ("GET", "POST"):
+        for method in ("GET", "POST", "DELETE"):
             response = await http.request(method, deployment.url("r0") + "/workers", headers=headers)
             assert_client_error(response, (method, headers), 401)
+        for name in ("r0", "p0", "d0"):
+            response = await http.get(deployment.url(name) + "/metrics", headers=headers)
+            assert_client_error(response, (name, headers), 401)
     assert (await http.get(deployment.url("p0") + "/v1/info", headers=AUTH)).status_code == 200
 
 
@@ -196,6 +200,8 @@ async def test_bad_workers(deployment: Deployment, http: httpx.AsyncClient) -> N
     bad += [[], None, {"url": "http://127.0.0.1:99999"}, {"url": deployment.url("d0"), "no_such_field": 1}]
     for body in bad:
         assert_client_error(await http.post(url, json=body, headers=AUTH), body, 400, 422)
+    for body in ({"url": "http://127.0.0.1:1"}, {}, {"url": 5}, [], None):
+        assert_client_error(await http.request("DELETE", url, json=body, headers=AUTH), body, 400, 404)
     assert len((await http.get(url, headers=AUTH)).json()) == len(before)
 
 
