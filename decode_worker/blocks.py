@@ -75,6 +75,14 @@ class BlockPool:
         self._by_hash[digest] = block
         self._note(digest, True)
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Held blocks are not to be found any more. Requests that share them already go on."""
+        for block in blocks:
+            digest = self._hash.pop(block, None)
+            if digest is not None:
+                del self._by_hash[digest]
+                self._note(digest, False)
+
     def resident(self) -> list[bytes]:
         """Hashes of all findable blocks."""
         return list(self._by_hash)

@@ -213,6 +213,11 @@ class LeaseTable:
             self._end(lease, error.code)
             self._on_failed(lease, error)
 
+    def corrupt(self, lease: LeaseRecord, error: HawkError) -> None:
+        """End a lease whose KV proved to be of no use; its blocks will not be found by other requests either."""
+        self.blocks.forget(lease.blocks)
+        self.fail(lease, error)
+
     def pin(self, lease: LeaseRecord) -> None:
         """Somebody reads or writes the blocks now; pairs with `unpin`."""
         lease.pins += 1

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from transport.errors import EngineFailed
 from transport.messages import Logprob, Sampling
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM."""
+
+NO_TOKEN = -1
+"""What `sample` gives for a row whose logits have no finite maximum: there is nothing to choose from."""
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
@@ -51,16 +53,16 @@ def sample(
 ) -> tuple[list[int], list[Logprob | None]]:
     """One token per row of float32 logits [B, V], and its log-probabilities where the row asks for them.
 
-    `positions[i]` is the position of the last token in the cache; ties go to the lowest id. Raises
-    EngineFailed if the logits of a row have no finite maximum.
+    `positions[i]` is the position of the last token in the cache; ties go to the lowest id. `NO_TOKEN` for a
+    row without a finite maximum: the other rows are none the worse for it.
     """
     tokens = logits.argmax(axis=1).tolist()
     best = logits[np.arange(len(tokens)), tokens]
-    if not np.isfinite(best).all():
-        bad = int(np.flatnonzero(~np.isfinite(best))[0])
-        raise EngineFailed(f"logits of row {bad} at position {positions[bad]} are not finite")
     logprobs: list[Logprob | None] = [None] * len(tokens)
     for i, row in enumerate(rows):
+        if not math.isfinite(best[i]):
+            tokens[i] = NO_TOKEN
+            continue
         if not row.greedy:
             tokens[i] = _draw(logits[i], float(best[i]), row, int(positions[i]))
         if row.logprobs is not None:

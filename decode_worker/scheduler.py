@@ -12,8 +12,9 @@ from decode_worker.batch import Batch, Row
 from decode_worker.engines.base import DecodeBatch, Engine
 from decode_worker.lease import LeaseRecord, LeaseState, Owner
 from decode_worker.leases import LeaseTable
-from decode_worker.sampler import SamplingParams, sample
+from decode_worker.sampler import NO_TOKEN, SamplingParams, sample
 from transport import prefix
+from transport.errors import EngineFailed
 from transport.messages import Decode, FinishReason, Logprob, TokenItem
 
 Emit = Callable[[Owner, list[TokenItem]], None]
@@ -162,6 +163,9 @@ class Scheduler:
             lease = row.lease
             if lease.state is not LeaseState.DECODING:
                 continue  # cancelled during the step
+            if token == NO_TOKEN:
+                self._leases.corrupt(lease, EngineFailed(f"logits at position {row.position - 1} are not finite"))
+                continue
             finish: FinishReason | None = row.verdict(self._max_model_len)
             item = TokenItem(lease.request_id, [token], finish, None if logprob is None else [logprob])
             frames.setdefault(lease.owner, []).append(item)

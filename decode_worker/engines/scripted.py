@@ -22,7 +22,8 @@ _ROW_SCALE = 1000.0
 
 class ScriptedEngine:
     """`Engine` over float32 channels (uint8 arrays of the whole banks). `gate`, where set, holds each step
-    until it is released, `fail` makes the next step raise it; `steps` counts.
+    until it is released, `fail` makes the next step raise it, rows with a token of `poison` get logits that are no
+    numbers; `steps` counts.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class ScriptedEngine:
         self.batches: list[DecodeBatch] = []
         self.gate: threading.Semaphore | None = None
         self.fail: Exception | None = None
+        self.poison: set[int] = set()
         self._channels, self._base = channels, bases[0]
 
     def step(self, batch: DecodeBatch) -> np.ndarray:
@@ -49,6 +51,8 @@ class ScriptedEngine:
             table = batch.block_tables[i].tolist()
             self.store(table, position, token)
             logits[i, next_token(self.rows(table, position + 1), self.vocab_size)] = 1.0
+            if token in self.poison:
+                logits[i] = np.nan
         return logits
 
     def close(self) -> None: ...

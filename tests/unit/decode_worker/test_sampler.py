@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.sampler import SamplingParams, kept, sample, uniform
-from transport.errors import EngineFailed
+from decode_worker.sampler import NO_TOKEN, SamplingParams, kept, sample, uniform
 from transport.messages import Sampling
 
 V = 3000
@@ -132,9 +131,13 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert entries[1].top == ()
 
 
-def test_logits_that_are_not_finite_are_an_engine_failure() -> None:
-    for bad in (np.nan, np.inf):
-        logits = logits_of(1, rows=2)
-        logits[1, 7] = bad
-        with pytest.raises(EngineFailed, match="row 1 at position 9"):
-            sample(logits, [SamplingParams()] * 2, np.array([3, 9], np.int32))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_row_that_is_not_finite_gets_no_token_and_harms_no_other(bad: float, temperature: float) -> None:
+    logits, positions = logits_of(1, rows=3), np.array([3, 9, 4], np.int32)
+    rows = [SamplingParams(temperature, seed=1, logprobs=1)] * 3
+    well, _ = sample(logits, rows, positions)
+    logits[1, 7] = bad
+    tokens, logprobs = sample(logits, rows, positions)
+    assert tokens == [well[0], NO_TOKEN, well[2]]
+    assert [entry is None for entry in logprobs] == [False, True, False]

@@ -246,3 +246,16 @@ async def test_a_step_covers_only_the_blocks_in_use() -> None:
         await bench.serve(router, "r", prompt(40), max_tokens=3)
         await router.ended("r")
         assert bench.engine.batches[0].block_tables.shape == (1, 40 // BLOCK + 1)
+
+
+async def test_a_row_of_no_numbers_ends_its_request_only_and_its_blocks_are_not_shared() -> None:
+    async with Bench() as bench:
+        router = await bench.router()
+        bench.engine.poison = {6}
+        await bench.serve(router, "good", prompt(40, 1), token=5, max_tokens=4)
+        await bench.serve(router, "bad", prompt(40, 2), token=6, max_tokens=4)
+        assert await router.ended("bad") == "engine_failed"
+        assert await router.ended("good") == "length"
+        await bench.idle()
+        assert (await bench.reserve(router, "good again", prompt(40, 1))).resident_tokens == BLOCK
+        assert (await bench.reserve(router, "bad again", prompt(40, 2))).resident_tokens == 0
