@@ -114,7 +114,7 @@ def router_app(settings: RouterSettings) -> FastAPI:
     add_probes(app, router.registry.not_ready, router.metrics.registry)
     _openai_routes(app, router)
     _admin_routes(app, router)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
     app.add_middleware(
         RouterAuth,
         token=settings.secret,

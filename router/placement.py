@@ -6,6 +6,7 @@ A prefill slot on a P is taken before a lease is asked of D: what waits, waits h
 from __future__ import annotations
 
 import asyncio
+import logging
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from router.registry import Registry
 from router.workers import DecodeWorker, PrefillWorker, Worker
 from transport.errors import HawkError, NoWorkers, Overloaded
 from transport.prefix import block_hashes
+
+log = logging.getLogger(__name__)
 
 W = TypeVar("W", bound=Worker)
 
@@ -156,7 +159,12 @@ class Placement:
         if waiter.needs_decode:
             candidates = [p for p in candidates if any(self._pair(waiter, p, d) for d in self._registry.decode)]
         if not candidates and not (waiter.needs_decode and self._registry.pools.any_opening()):
-            raise NoWorkers(self._registry.not_ready() or f"no ready worker can hold {waiter.kv_tokens} tokens")
+            reason = self._registry.not_ready()
+            if reason is None:
+                raise NoWorkers(f"no ready worker can hold {waiter.kv_tokens} tokens")
+            # Which workers there are, and where, is no client's business.
+            log.warning("a request was refused: %s", reason)
+            raise NoWorkers("no pair of prefill and decode workers is ready; try again later")
         with_room = [p for p in candidates if p.in_flight < self._slots]
         if waiter.needs_decode:
             free = [d for d in self._registry.decode if not d.full]

@@ -75,6 +75,14 @@ class PayloadTooLarge(HawkError):
     type = "invalid_request_error"
 
 
+class BodyTimeout(HawkError):
+    """The request body did not arrive in time."""
+
+    status = 408
+    code = "body_timeout"
+    type = "invalid_request_error"
+
+
 # ---- a worker or the wire: retried within a budget ---------------------------------------------------
 
 

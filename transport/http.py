@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from transport.auth import check_bearer
-from transport.errors import AuthenticationFailed, HawkError, PayloadTooLarge
+from transport.errors import AuthenticationFailed, BodyTimeout, HawkError, PayloadTooLarge
 from transport.messages import Role
 from transport.serve import bind, run, serve
 from transport.session.client import SESSION_PATH
@@ -105,37 +106,33 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 class BodyLimit:
-    """Reads each request's body before the app runs; answers 413 as soon as it is over the limit.
+    """Reads each request's body before the app runs; answers 413 as soon as it is over the limit, 408 if it takes
+    longer than `timeout_s` seconds.
 
     Reading it here costs no copy that JSON parsing would not make, and holds for chunked bodies too.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = PayloadTooLarge(f"the request body is over the limit of {self._max_bytes} bytes")
-        for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value) > self._max_bytes:
-                await error_response(error)(scope, receive, send)
-                return
-        chunks, size, more = [], 0, True
-        while more:
-            event = await receive()
-            if event["type"] == "http.disconnect":
-                return
-            chunk = event.get("body", b"")
-            size += len(chunk)
-            if size > self._max_bytes:
-                await error_response(error)(scope, receive, send)
-                return
-            chunks.append(chunk)
-            more = event.get("more_body", False)
-        body: Message | None = {"type": "http.request", "body": b"".join(chunks), "more_body": False}
+        try:
+            whole = await asyncio.wait_for(self._read(scope, receive), self._timeout_s)
+        except asyncio.TimeoutError:
+            late = BodyTimeout(f"the request body did not arrive within {self._timeout_s:g} s")
+            await error_response(late)(scope, receive, send)
+            return
+        except PayloadTooLarge as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if whole is None:
+            return
+        body: Message | None = {"type": "http.request", "body": whole, "more_body": False}
 
         async def replay() -> Message:
             nonlocal body
@@ -145,6 +142,25 @@ class BodyLimit:
             return await receive()
 
         await self._app(scope, replay, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body, None if the client has left. Raises PayloadTooLarge."""
+        error = PayloadTooLarge(f"the request body is over the limit of {self._max_bytes} bytes")
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value) > self._max_bytes:
+                raise error
+        chunks, size, more = [], 0, True
+        while more:
+            event = await receive()
+            if event["type"] == "http.disconnect":
+                return None
+            chunk = event.get("body", b"")
+            size += len(chunk)
+            if size > self._max_bytes:
+                raise error
+            chunks.append(chunk)
+            more = event.get("more_body", False)
+        return b"".join(chunks)
 
 
 class TokenAuth:
@@ -225,6 +241,6 @@ def worker_app(
 
 def secure(app: FastAPI, settings: BaseRoleSettings) -> None:
     """Body limit and token check (the token is checked first); call it once, last."""
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
     open_paths = {"/health", "/ready"} | ({"/metrics"} if settings.metrics_public else set())
     app.add_middleware(TokenAuth, token=settings.secret, open_paths=frozenset(open_paths))

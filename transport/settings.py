@@ -55,6 +55,7 @@ class BaseRoleSettings(BaseSettings):
     log_json: bool = Field(False, description="log JSON lines")
     metrics_public: bool = Field(False, description="serve /metrics without the token")
     max_body_bytes: Bytes = Field(32 * 1024 * 1024, description="largest request body; over it: HTTP 413")
+    body_timeout_s: Seconds = Field(60.0, description="seconds a request body may take to arrive; then: HTTP 408")
     max_frame_bytes: Bytes = Field(DEFAULT_MAX_FRAME_BYTES, description="largest session frame")
     max_queue_bytes: Bytes = Field(DEFAULT_MAX_QUEUE_BYTES, description="unsent bytes after which a peer is dropped")
     ping_interval_s: Seconds = Field(1.0, description="seconds between heartbeats of a session")

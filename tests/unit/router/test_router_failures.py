@@ -234,6 +234,7 @@ async def test_case_m3_ready_turns_503_when_decode_is_gone(fleet: Fleet) -> None
     refused = await fleet.complete()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_workers")
     assert refused.headers["retry-after"] == "1"
+    assert "127.0.0.1" not in refused.text, "a client learns where the workers are"
 
 
 async def test_case_19_and_20_and_23_all_decode_workers_restart(fleet: Fleet) -> None:

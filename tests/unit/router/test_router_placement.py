@@ -141,10 +141,10 @@ async def test_workers_to_avoid_are_the_last_resort(wide: Bench) -> None:
 
 
 async def test_no_worker_is_an_error_at_once(bench: Bench) -> None:
-    with pytest.raises(NoWorkers, match="no prefill worker is ready; none is registered"):
+    with pytest.raises(NoWorkers, match="no pair of prefill and decode workers is ready"):
         await bench.place()
     bench.prefill()
-    with pytest.raises(NoWorkers, match="no decode worker is ready"):
+    with pytest.raises(NoWorkers, match="no pair of prefill and decode workers is ready"):
         await bench.place()
     assert (await bench.place(needs_decode=False)).decode is None
 

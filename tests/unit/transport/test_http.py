@@ -232,3 +232,22 @@ def test_the_token_is_not_in_the_settings_text() -> None:
 
     assert TOKEN not in repr(settings())
     assert TOKEN not in settings().model_dump_json()
+
+
+async def test_a_body_that_does_not_arrive_is_a_408() -> None:
+    async with worker(Recorder(), body_timeout_s=0.2) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        lines = [
+            "POST /echo HTTP/1.1",
+            f"Host: {host}",
+            f"Authorization: Bearer {TOKEN}",
+            "Content-Length: 10",
+            "",
+            "{",
+        ]
+        writer.write("\r\n".join(lines).encode())
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"body_timeout"' in answer
