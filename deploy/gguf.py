@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,14 @@ class GgufModel:
             raise ValueError(f"the GGUF file has no field {name!r}")
         return field.contents()
 
-    def convert(self, out: Path, progress: Progress = lambda _: None) -> None:
-        """Write the whole model directory into `out` (which exists and is empty)."""
+    def convert(self, out: Path, sampling: Mapping[str, Any], progress: Progress = lambda _: None) -> None:
+        """Write the whole model directory into `out` (which exists and is empty).
+
+        `sampling`: what requests get that say nothing, which a GGUF file does not hold.
+        """
         self._write_weights(out / "model.safetensors", progress)
         _dump(out / "config.json", self.config())
-        _dump(out / "generation_config.json", self.generation_config())
+        _dump(out / "generation_config.json", {**self.special_tokens(), **sampling})
         _dump(out / "tokenizer.json", self.tokenizer(), indent=None)
         _dump(out / "tokenizer_config.json", self.tokenizer_config())
         (out / "chat_template.jinja").write_text(self._field("tokenizer.chat_template"), encoding="utf-8")
@@ -86,7 +89,7 @@ class GgufModel:
             "model_type": "llama",
             "attention_bias": False,
             "attention_dropout": 0.0,
-            **self.generation_config(),
+            **self.special_tokens(),
             "dtype": "bfloat16",
             "head_dim": hidden // heads,
             "hidden_act": "silu",
@@ -105,7 +108,7 @@ class GgufModel:
             "vocab_size": self._field("llama.vocab_size"),
         }
 
-    def generation_config(self) -> dict[str, Any]:
+    def special_tokens(self) -> dict[str, Any]:
         names = {"bos": "bos", "eos": "eos", "pad": "padding"}
         return {f"{hf}_token_id": self._field(f"tokenizer.ggml.{gguf}_token_id") for hf, gguf in names.items()}
 

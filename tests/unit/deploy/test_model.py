@@ -13,6 +13,7 @@ import pytest
 
 from deploy import model as models
 from deploy.gguf import GgufModel, _bfloat16_bits
+from router.openai.rendering import sampling_defaults
 from transport.errors import ConfigurationError
 
 gguf = pytest.importorskip("gguf")
@@ -94,9 +95,9 @@ def source(tmp_path: Path, weights: dict[str, np.ndarray], monkeypatch: pytest.M
     path = write_gguf(tmp_path / "tiny.gguf", weights)
     out = tmp_path / "expected"
     out.mkdir()
-    GgufModel(path).convert(out)
+    GgufModel(path).convert(out, {"temperature": 0.5})
     outcome = {file.name: models.sha256(file) for file in out.iterdir()}
-    source = models.Source("tiny-package", path.name, models.sha256(path), outcome)
+    source = models.Source("tiny-package", path.name, models.sha256(path), {"temperature": 0.5}, outcome)
     monkeypatch.setitem(models.SOURCES, "tiny", source)
     monkeypatch.setattr(models, "source_path", lambda _: path)
     return source
@@ -109,12 +110,17 @@ def test_every_weight_arrives_under_its_hf_name(tmp_path: Path, weights: dict[st
     safetensors = pytest.importorskip("safetensors")
     out = tmp_path / "out"
     out.mkdir()
-    GgufModel(write_gguf(tmp_path / "m.gguf", weights)).convert(out)
+    GgufModel(write_gguf(tmp_path / "m.gguf", weights)).convert(out, {})
     header = _header(out / "model.safetensors")
     assert header.keys() - {"__metadata__"} == weights.keys()
     for name, data in safetensors.deserialize((out / "model.safetensors").read_bytes()):
         bits = np.frombuffer(data["data"], np.uint16).astype(np.uint32) << 16
         np.testing.assert_array_equal(bits.view(np.float32).reshape(data["shape"]), weights[name], err_msg=name)
+
+
+def test_the_recommended_sampling_is_what_silent_requests_get(source: models.Source, tmp_path: Path) -> None:
+    made = models.ensure("tiny", tmp_path / "models")
+    assert sampling_defaults(made) == {"temperature": 0.5}
 
 
 def test_config_is_that_of_the_model(tmp_path: Path, weights: dict[str, np.ndarray]) -> None:
