@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -222,7 +223,7 @@ def test_a_wrong_source_is_refused_and_leaves_nothing(
 def test_another_outcome_is_refused_and_leaves_nothing(
     source: models.Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = models.Source(source.distribution, source.file, source.sha256, source.outcome | {"config.json": "0" * 64})
+    wrong = dataclasses.replace(source, outcome=source.outcome | {"config.json": "0" * 64})
     monkeypatch.setitem(models.SOURCES, "tiny", wrong)
     with pytest.raises(ConfigurationError, match=r"config\.json"):
         models.ensure("tiny", tmp_path / "models")
@@ -241,4 +242,4 @@ def test_unknown_names_and_missing_packages_are_said(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError, match="unknown model 'x'"):
         models.ensure("x")
     with pytest.raises(ConfigurationError, match="no-such-package"):
-        models.source_path(models.Source("no-such-package", "f", "", {}))
+        models.source_path(models.Source("no-such-package", "f", "", {}, {}))
