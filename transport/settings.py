@@ -8,16 +8,20 @@ role is the flag `--kv-path`, the variable `HAWK_DECODE_KV_PATH`, and the key `k
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import ipaddress
 import json
 import os
+import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import tomllib
 from pydantic import Field, SecretStr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -34,6 +38,7 @@ from transport.session.outbox import DEFAULT_MAX_QUEUE_BYTES
 SECTIONS = ("router", "prefill", "decode", "up")
 SHARED = ("token", "token_file", "log_level", "log_json")
 MIN_TOKEN_CHARS = 16
+_NO_DEFAULT = re.compile(r" \(default(: None|: | factory: \w+)\)$")
 
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 Bytes = Annotated[int, Field(gt=0)]
@@ -165,17 +170,25 @@ def is_loopback(host: str) -> bool:
 # ---- sources ---------------------------------------------------------------------------------------
 
 
+class _FlagSource(CliSettingsSource[Any]):
+    """Flags whose help shows a default once: where the value is computed, the description tells it."""
+
+    def _help_format(self, field_name: str, field_info: FieldInfo, *args: Any, **kwargs: Any) -> str:
+        text = super()._help_format(field_name, field_info, *args, **kwargs)
+        return _NO_DEFAULT.sub("", text)
+
+
 def _flags(cls: type[BaseRoleSettings], argv: Sequence[str] | None, prog: str) -> dict[str, Any]:
     args = list(argv) if argv is not None else None
     if args and any(arg == "--token" or arg.startswith("--token=") for arg in args):
         raise ConfigurationError("token: a flag is visible to every user; use HAWK_TOKEN or --token-file")
 
     class Flags(cls):  # type: ignore[misc, valid-type]
-        __doc__ = cls.__doc__
+        __doc__ = inspect.cleandoc(cls.__doc__ or "")
         config: Path | None = Field(None, description="TOML file with settings (or HAWK_CONFIG)")
 
     try:
-        source: CliSettingsSource[Any] = CliSettingsSource(
+        source = _FlagSource(
             Flags,
             cli_parse_args=args if args is not None else True,
             cli_prog_name=prog,
@@ -187,7 +200,12 @@ def _flags(cls: type[BaseRoleSettings], argv: Sequence[str] | None, prog: str) -
         )
         return {key: value for key, value in source().items() if value is not None}
     except SettingsError as error:
-        raise ConfigurationError(f"{error}; valid flags: {_names(cls, '--', '-')}") from None
+        names = [f"--{name.replace('_', '-')}" for name in (*cls.model_fields, "config") if name != "token"]
+        wrong = [arg.partition("=")[0] for arg in args or () if arg.startswith("--")]
+        unknown = [arg for arg in wrong if arg not in names and f"--{arg.removeprefix('--no-')}" not in names]
+        raise ConfigurationError(
+            f"{error}{_instead(unknown, names)}; valid flags: {', '.join(sorted(names))}"
+        ) from None
 
 
 def _environment(cls: type[BaseRoleSettings], env: Mapping[str, str]) -> dict[str, Any]:
@@ -195,7 +213,8 @@ def _environment(cls: type[BaseRoleSettings], env: Mapping[str, str]) -> dict[st
     fields = {f"{prefix}{name.upper()}": name for name in cls.model_fields}
     unknown = sorted(key for key in env if key.startswith(prefix) and key not in fields)
     if unknown:
-        raise ConfigurationError(f"unknown setting {', '.join(unknown)}; valid: {', '.join(sorted(fields))}")
+        instead = _instead(unknown, fields)
+        raise ConfigurationError(f"unknown setting {', '.join(unknown)}{instead}; valid: {', '.join(sorted(fields))}")
     values = {name: env[f"HAWK_{name.upper()}"] for name in SHARED if env.get(f"HAWK_{name.upper()}")}
     values.update({name: env[key] for key, name in fields.items() if key in env})
     return {name: _parse(cls, name, value) for name, value in values.items()}
@@ -224,8 +243,8 @@ def _file(cls: type[BaseRoleSettings], path: Path) -> dict[str, Any]:
     unknown = sorted(set(top) - set(SHARED))
     if unknown:
         raise ConfigurationError(
-            f"unknown setting {', '.join(unknown)} in {path}; valid at the top: {', '.join(SHARED)} "
-            f"and the tables {', '.join(f'[{name}]' for name in SECTIONS)}"
+            f"unknown setting {', '.join(unknown)} in {path}{_instead(unknown, (*SHARED, *SECTIONS))}; "
+            f"valid at the top: {', '.join(SHARED)} and the tables {', '.join(f'[{name}]' for name in SECTIONS)}"
         )
     section = content.get(cls.role, {})
     if not isinstance(section, dict):
@@ -233,14 +252,17 @@ def _file(cls: type[BaseRoleSettings], path: Path) -> dict[str, Any]:
     unknown = sorted(set(section) - set(cls.model_fields))
     if unknown:
         raise ConfigurationError(
-            f"unknown setting {', '.join(unknown)} in [{cls.role}] of {path}; valid: {_names(cls)}"
+            f"unknown setting {', '.join(unknown)} in [{cls.role}] of {path}{_instead(unknown, cls.model_fields)}; "
+            f"valid: {', '.join(sorted(cls.model_fields))}"
         )
     return {**top, **section}
 
 
-def _names(cls: type[BaseRoleSettings], prefix: str = "", separator: str = "_") -> str:
-    names = (name for name in cls.model_fields if not (prefix and name == "token"))
-    return ", ".join(sorted(prefix + name.replace("_", separator) for name in names))
+def _instead(unknown: Iterable[str], valid: Iterable[str]) -> str:
+    """What to append to a refusal: valid names that the unknown ones look like; may be empty."""
+    names = list(valid)
+    near = dict.fromkeys(name for wrong in unknown for name in difflib.get_close_matches(wrong, names, 1, 0.8))
+    return f" (did you mean {', '.join(near)}?)" if near else ""
 
 
 __all__ = ["BaseRoleSettings", "Bytes", "Seconds", "is_loopback", "load"]

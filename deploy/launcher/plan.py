@@ -105,7 +105,11 @@ def _member(
         env.setdefault(f"{prefix}THREADS", str(len(cpus)))
     if role in WORKER_ROLES:
         env.setdefault("OMP_NUM_THREADS", env.get(f"{prefix}THREADS", "1"))
-    return Member(name, role, host, port, cpus, env, settings_of(role, (), env))
+    try:
+        settings = settings_of(role, (), env)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{role}: {error.message}") from None
+    return Member(name, role, host, port, cpus, env, settings)
 
 
 def _refuse_owned(env: Mapping[str, str]) -> None:

@@ -143,6 +143,8 @@ def test_common_settings_are_handed_to_all_roles(model: Path) -> None:
 def test_a_wrong_setting_of_a_role_is_said_before_anything_starts(model: Path) -> None:
     with pytest.raises(ConfigurationError, match="HAWK_DECODE_CHANELS"):
         planned(model, env={"HAWK_DECODE_CHANELS": "7"})
+    with pytest.raises(ConfigurationError, match="decode: kv_dtype"):  # prefill has a dtype, too: whose is said
+        planned(model, env={"HAWK_DECODE_KV_DTYPE": "int3"})
 
 
 @pytest.mark.parametrize("key", ["HAWK_PREFILL_PORT", "HAWK_ROUTER_DECODE", "HAWK_DECODE_MODEL"])

@@ -87,6 +87,14 @@ def test_unknown_settings_are_refused_by_name(tmp_path: Path) -> None:
         assert "hawk.toml" in message
 
 
+def test_what_looks_like_a_valid_name_is_suggested(tmp_path: Path) -> None:
+    assert "did you mean --log-level?" in refused("--loglevel", "info")
+    assert "did you mean HAWK_DECODE_PORT?" in refused(env={**ENV, "HAWK_DECODE_PROT": "1"})
+    assert "did you mean decode?" in refused("--config", file(tmp_path, "[decod]\nport = 1"))
+    assert "did you mean log_json?" in refused("--config", file(tmp_path, "[decode]\nlogjson = 1"))
+    assert "did you mean" not in refused("--bogus", "1")
+
+
 def test_settings_of_other_roles_are_not_ours(tmp_path: Path) -> None:
     config = file(tmp_path, "[prefill]\nwhatever = 1\n")
     assert load(Settings, ["--config", config], env={**ENV, "HAWK_PREFILL_WHATEVER": "1"}).port == 8200
@@ -160,6 +168,8 @@ def test_help_describes_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
             name != "token"
         )
     assert all(field.description for field in Settings.model_fields.values())
+    assert "8200)" in printed
+    assert not any(noise in " ".join(printed.split()) for noise in ("default: None", "default: )", "factory"))
 
 
 def test_loopback() -> None:
