@@ -18,7 +18,7 @@ UP_FLAGS = $(if $(PREFILL),--prefill $(PREFILL)) $(if $(DECODE),--decode $(DECOD
            $(if $(MODEL),--model $(MODEL))
 
 help: ## this list
-	@grep -hE '^[a-z][a-z-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+	@grep -hE '^[a-z][a-z0-9-]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 up: model ## start a router, PREFILL=1 prefill and DECODE=1 decode workers on PORT=8000; Ctrl-C stops all
 	@exec $(BIN)/hawk up $(UP_FLAGS) $(ARGS)
@@ -73,6 +73,6 @@ smoke: ## curl against a running router: PORT=8000
 lock: ## hashes of deploy/requirements/*.in into *.txt
 	python3.11 deploy/requirements/compile.py
 
-clean: ## remove the environment, the model and all caches
+clean: ## remove what was made in this directory: environment, model, logs, caches
 	rm -rf .venv .hawk build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -59,7 +60,7 @@ BENCHMARKS = {"transfer": "deploy.bench.transfer", "decode": "deploy.bench.decod
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 an error that was said, 2 a command line that makes no sense, 130 interrupted."""
+    """Exit status: 0 done, 1 an error that was said, 2 a senseless command line, 130 interrupted, 141 output closed."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
@@ -77,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _wrong(f"{error.code}: {error.message}", status=1)
     except ModuleNotFoundError as error:
         return _wrong(f"{error}: the installation is incomplete; `make up` completes it, `hawk doctor` checks it", 1)
+    except BrokenPipeError:  # `hawk … | head`; what the interpreter still flushes at exit goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         return 130
 
@@ -94,7 +98,9 @@ def bench(args: Sequence[str]) -> int:
 
 def _command(module: str, function: str) -> Callable[[list[str]], int]:
     def run(args: list[str]) -> int:
-        return int(getattr(importlib.import_module(module), function)(args) or 0)
+        status = int(getattr(importlib.import_module(module), function)(args) or 0)
+        sys.stdout.flush()
+        return status
 
     return run
 

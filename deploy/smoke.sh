@@ -35,6 +35,7 @@ check() {  # NAME CONDITION…: the condition is a command line; all must hold
 }
 
 ask GET /ready
+[ "${status:-000}" = 000 ] && { echo "smoke: no router answers at $url; is \`make up\` running, on this PORT?" >&2; exit 1; }
 check 'ready' '[ "$status" = 200 ]'
 
 ask GET /v1/models

@@ -41,7 +41,7 @@ def check_modules(members: Sequence[Member]) -> None:
 
 
 def check_ports(settings: UpSettings, members: Sequence[Member]) -> None:
-    for member in members:
+    for member in reversed(members):  # the router first: its port is the one that the user knows
         if port_is_free(member.host, member.port):
             continue
         owner = port_owner(member.port)

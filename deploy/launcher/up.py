@@ -11,6 +11,7 @@ import sys
 import threading
 import urllib.parse
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import Any
 
 from deploy.home import home
@@ -105,7 +106,7 @@ def _doing(one: Running) -> str:
     try:
         status, body = _get(one.member, "/ready")
     except OSError:
-        return one.last_message()[:60] or "starting"
+        return shorten(one.last_message(), 60, placeholder=" …") or "starting"
     if status == 200:
         return "ready"
     return str(body.get("error", {}).get("message") or f"answers {status}")

@@ -97,7 +97,7 @@ class CpuEngine:
         started = time.monotonic()
         zero = np.zeros(1, np.int32)
         arguments = self._arguments(DecodeBatch(zero, zero, zero[np.newaxis]))[0]
-        log.info("compiling the decode kernels (some 20 s the first time, then cached)")
+        log.info("compiling the decode kernels (20 s or more; cached)")
         step.compile(tuple(numba.typeof(argument) for argument in arguments))
         log.info("decode kernels ready in %.1f s", time.monotonic() - started)
 

@@ -50,6 +50,16 @@ def test_errors_become_one_line_and_status_1(
     assert said in capsys.readouterr().err
 
 
+def test_a_reader_that_left_is_no_error_to_report() -> None:
+    command = [sys.executable, "-m", "deploy.cli", "doctor", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
 def test_bench_without_a_name_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench"]) == 2
     assert "transfer" in capsys.readouterr().err

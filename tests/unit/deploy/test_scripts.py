@@ -66,8 +66,8 @@ def test_smoke_fails_where_nobody_answers() -> None:
         port = free.getsockname()[1]
     done = run("deploy/smoke.sh", f"http://127.0.0.1:{port}")
     assert done.returncode == 1
-    assert "FAIL  ready" in done.stdout
-    assert "7 of 7 failed" in done.stdout
+    assert f"no router answers at http://127.0.0.1:{port}" in done.stderr
+    assert "FAIL" not in done.stdout, "one reason is enough"
 
 
 def test_smoke_wants_a_url() -> None:
@@ -77,4 +77,4 @@ def test_smoke_wants_a_url() -> None:
 def test_make_help_lists_the_targets() -> None:
     done = run("make", "help")
     assert done.returncode == 0
-    assert {line.split()[0] for line in done.stdout.splitlines()} >= {"up", "test", "lint", "bench", "clean"}
+    assert {line.split()[0] for line in done.stdout.splitlines()} >= {"up", "test", "e2e", "lint", "bench", "clean"}
