@@ -1,4 +1,4 @@
-"""Where a request runs: P by least outstanding tokens, D by resident prefix and free blocks, and waiting for room.
+"""Where a request runs: P by least outstanding tokens, D by resident prefix and load, and waiting for room.
 
 A prefill slot on a P is taken before a lease is asked of D: what waits, waits here, where it pins nothing.
 """
@@ -20,6 +20,10 @@ from transport.prefix import block_hashes
 log = logging.getLogger(__name__)
 
 W = TypeVar("W", bound=Worker)
+
+#: A D whose requests exceed twice those of the least loaded by more than this draws none by its prefix. Otherwise one
+#: system prompt that all share would put all on one D; a resident prefix saves a transfer, a large batch slows to its end.
+PREFIX_SLACK = 4
 
 
 @dataclass(slots=True)
@@ -173,10 +177,16 @@ class Placement:
         return _best(with_room, waiter, lambda p: (p.load, p.in_flight))
 
     def _decode(self, waiter: Waiter, prefill: PrefillWorker) -> DecodeWorker | None:
-        """The D with the longest resident prefix, then the most free blocks; None: all are full."""
+        """The D with the longest resident prefix that is not much busier than others, then the most free blocks.
+
+        None: all are full.
+        """
         candidates = [d for d in self._registry.decode if self._pair(waiter, prefill, d) and not d.full]
+        busy = 2 * min((d.calls for d in candidates), default=0) + PREFIX_SLACK
         return _best(
-            candidates, waiter, lambda d: (-d.resident_blocks(waiter.prompt.hashes(d)), -d.free_blocks, d.calls)
+            candidates,
+            waiter,
+            lambda d: (d.calls > busy, -d.resident_blocks(waiter.prompt.hashes(d)), -d.free_blocks, d.calls),
         )
 
     def _pair(self, waiter: Waiter, prefill: PrefillWorker, decode: DecodeWorker) -> bool:

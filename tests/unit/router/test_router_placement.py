@@ -113,6 +113,19 @@ async def test_decode_by_resident_prefix_then_free_blocks(wide: Bench) -> None:
     assert (await wide.place(100)).decode is roomy
 
 
+async def test_a_prefix_that_all_share_does_not_put_all_requests_on_one_decode_worker(wide: Bench) -> None:
+    wide.prefill()
+    holder, idle = wide.decode(90), wide.decode(10)
+    shared = block_hashes(list(range(100)), holder.block_size, holder.root)
+    wide.registry._message(holder, ResidentBlocks(added=tuple(shared)))
+    for _ in range(10):
+        placed = await wide.place(100)
+        assert placed.decode is not None
+        placed.decode.calls += 1
+        wide.placement.release(placed)
+    assert (holder.calls, idle.calls) == (8, 2), "the prefix draws requests, but within bounds"
+
+
 async def test_only_decode_workers_whose_pool_can_hold_the_request(wide: Bench) -> None:
     wide.prefill()
     large, small = wide.decode(free_blocks=5, total_blocks=6), wide.decode(free_blocks=4, total_blocks=4)
