@@ -57,7 +57,7 @@ async def main(
     app = worker_app("decode", settings, worker, info=worker.info, ready=worker.ready, registry=registry)
 
     def started(port: int) -> None:
-        log.info("decode worker %s ready on %s port %d", worker.name, settings.host, port)
+        log.info("decode worker %s ready on %s port %d: %s", worker.name, settings.host, port, _describe(settings))
         on_started(port)
 
     serving: asyncio.Task[None] | None = None
@@ -153,3 +153,12 @@ def _socket_path(settings: DecodeSettings) -> str:
     key = f"{settings.name}/{settings.host}:{settings.port}"
     name = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
     return str((settings.socket_dir / f"hawk-{name}.sock").absolute())
+
+
+def _describe(settings: DecodeSettings) -> str:
+    """The pool in words, for the log."""
+    kv = settings.geometry()
+    return (
+        f"{kv.num_blocks} blocks of {kv.block_size} tokens, {kv.dtype}, {kv.num_channels} channels, "
+        f"kv_path {settings.kv_path}"
+    )

@@ -191,7 +191,7 @@ class SessionServer:
         try:
             await part()
         except WebSocketDisconnect as gone:
-            session.end(gone.code, f"router closed the connection ({gone.code} {gone.reason or ''})".strip())
+            session.end(gone.code, " ".join(filter(None, ("connection closed:", str(gone.code), gone.reason))))
         except ProtocolError as error:
             session.end(CLOSE_PROTOCOL, error.message)
         except Exception as error:
