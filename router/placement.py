@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 W = TypeVar("W", bound=Worker)
 
 #: A D whose requests exceed twice those of the least loaded by more than this draws none by its prefix. Otherwise one
-#: system prompt that all share would put all on one D; a resident prefix saves a transfer, a large batch slows to its end.
+#: system prompt that all share would put all on one D: a resident prefix saves a transfer, a small batch every step.
 PREFIX_SLACK = 4
 
 
