@@ -29,7 +29,9 @@ class RouterMetrics:
         self.completion_tokens = self._counter("completion_tokens", "Generated tokens given to clients")
         self.reservations = self._counter("reservations", "Leases asked of decode workers")
         self.tokenised = self._counter("tokenised_texts", "Texts that were tokenised")
-        self.ttft = self._histogram("time_to_first_token_seconds", "Request received until first token", SECONDS)
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "Request received until first token, of streamed requests", SECONDS
+        )
         self.gap = self._histogram("inter_token_seconds", "Time between two engine steps of a stream", GAP_SECONDS)
         self.duration = self._histogram("request_seconds", "Request received until its end", SECONDS)
         self.queue_time = self._histogram("queue_seconds", "Waiting for a prefill slot and blocks", SECONDS)

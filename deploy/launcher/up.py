@@ -33,6 +33,9 @@ HINTS = {
 }
 
 
+ONE_SIGNAL_S = 0.5
+
+
 class Interrupted(Exception):
     """A second signal: stop at once."""
 
@@ -144,13 +147,21 @@ def _announce(processes: Processes, seconds: float) -> None:
 
 
 def _stop_on_signals() -> threading.Event:
-    """Set by the first SIGINT, SIGTERM or SIGHUP; the second one raises Interrupted."""
+    """Set by the first SIGINT, SIGTERM or SIGHUP; the second one raises Interrupted.
+
+    What comes within ONE_SIGNAL_S of the first is the same wish: a signal to the whole process group reaches us
+    from its sender and from `make`, which passes its own on.
+    """
     stop = threading.Event()
+    first = 0.0
 
     def handle(number: int, frame: object) -> None:
-        if stop.is_set():
+        nonlocal first
+        if not stop.is_set():
+            first = time.monotonic()
+            stop.set()
+        elif time.monotonic() - first > ONE_SIGNAL_S:
             raise Interrupted
-        stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, handle)
