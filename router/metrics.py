@@ -30,7 +30,7 @@ class RouterMetrics:
         self.reservations = self._counter("reservations", "Leases asked of decode workers")
         self.tokenised = self._counter("tokenised_texts", "Texts that were tokenised")
         self.ttft = self._histogram(
-            "time_to_first_token_seconds", "Request received until first token, of streamed requests", SECONDS
+            "time_to_first_token_seconds", "Streamed request received until first token", SECONDS
         )
         self.gap = self._histogram("inter_token_seconds", "Time between two engine steps of a stream", GAP_SECONDS)
         self.duration = self._histogram("request_seconds", "Request received until its end", SECONDS)

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 import urllib.parse
 from collections.abc import Sequence
 from textwrap import shorten
