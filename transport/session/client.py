@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 SESSION_PATH = "/v1/session"
 
+SLOW_TO_COME_UP = 10
+"""Failed tries after which a worker that never answered is worth a warning."""
+
 _Called = Awaitable[None] | None
 
 
@@ -93,8 +96,9 @@ class SessionClient:
             if was_up and time.monotonic() - started >= min(1.0, self._dead_after_s):
                 failures = 0
             delay = min(self._backoff_max_s, self._backoff_initial_s * 2 ** min(failures, 16))
-            level = logging.WARNING if was_up or failures == 0 else logging.DEBUG
-            log.log(level, "session to %s: %s; next try in at most %.1f s", self.url, error, delay)
+            log.log(
+                _level(error, was_up, failures), "session to %s: %s; next try in at most %.1f s", self.url, error, delay
+            )
             failures += 1
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
 
@@ -218,6 +222,15 @@ class SessionClient:
             return WorkerLost(f"worker at {self.url}: {error}")
         log.error("session to %s failed", self.url, exc_info=error)
         return HawkError(f"session to {self.url} failed: {type(error).__name__}: {error}")
+
+
+def _level(error: HawkError, was_up: bool, failures: int) -> int:
+    """A worker that is still starting is no reason to warn; one that broke, refuses us or does not come up is: once."""
+    if was_up or failures == SLOW_TO_COME_UP:
+        return logging.WARNING
+    if failures == 0:
+        return logging.INFO if isinstance(error, WorkerLost) else logging.WARNING
+    return logging.DEBUG
 
 
 def session_url(url: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 
@@ -29,7 +30,7 @@ from transport.messages import (
     TokenItem,
     Tokens,
 )
-from transport.session.client import session_url
+from transport.session.client import SLOW_TO_COME_UP, _level, session_url
 from transport.session.frames import decode, encode
 
 
@@ -417,3 +418,12 @@ def test_urls() -> None:
     for wrong in ("host:1", "ftp://host", "http://", ""):
         with pytest.raises(ValueError, match="must look like"):
             session_url(wrong)
+
+
+def test_a_worker_that_is_still_starting_is_no_reason_to_warn() -> None:
+    starting, refusing = WorkerLost("connection refused"), AuthenticationFailed("wrong token")
+    assert _level(starting, was_up=False, failures=0) == logging.INFO
+    assert _level(starting, was_up=False, failures=1) == logging.DEBUG
+    assert _level(starting, was_up=False, failures=SLOW_TO_COME_UP) == logging.WARNING
+    assert _level(starting, was_up=True, failures=0) == logging.WARNING
+    assert _level(refusing, was_up=False, failures=0) == logging.WARNING
