@@ -55,10 +55,6 @@ class ControlPage:
         seal(self.fd, _F_SEAL_FUTURE_WRITE)
         self._free: deque[int] = deque(range(slots))
 
-    @property
-    def free_slots(self) -> int:
-        return len(self._free)
-
     def grant(self, epoch: int) -> int:
         """Take a slot for `epoch` → its token. Raises IndexError when none is free."""
         slot = self._free.popleft()
