@@ -1,0 +1,1 @@
+"""One-sided RDMA writes over a real NIC (or Soft-RoCE), through the distribution's pyverbs."""

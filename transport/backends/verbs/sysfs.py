@@ -1,0 +1,124 @@
+"""What the kernel shows of RDMA devices in /sys: names, ports, GIDs. Needs no library and no permission."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from transport.errors import ConfigurationError
+
+SYS = Path("/sys")
+SOFT_DRIVERS = {"rxe": "rdma_rxe", "siw": "siw"}
+"""Software devices have no driver link; their default names begin like this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """One entry of a port's GID table: an address of the port."""
+
+    index: int
+    gid: str
+    type: str
+    """"RoCE v2" or "IB/RoCE v1", which an InfiniBand port shows as well."""
+    netdev: str | None
+
+    @property
+    def ip(self) -> str | None:
+        """The IPv4 address of an IPv4-mapped GID."""
+        mapped = ipaddress.IPv6Address(self.gid).ipv4_mapped
+        return None if mapped is None else str(mapped)
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    number: int
+    link_layer: str
+    """"ethernet" or "infiniband"."""
+    state: str
+    """"active", "down", "init", "armed"; only an active port carries data."""
+    physical_state: str
+    rate: str
+    lid: int
+    gids: tuple[Gid, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    name: str
+    node_type: str
+    """"CA" for InfiniBand and RoCE, "RNIC" for iWARP."""
+    node_guid: str
+    driver: str
+    node: str | None
+    """The file that opens it, such as /dev/infiniband/uverbs0."""
+    ports: tuple[Port, ...]
+
+
+def read_devices(sys: Path = SYS) -> list[Device]:
+    """All RDMA devices, mlx5_2 before mlx5_10. Raises ConfigurationError where the kernel has none."""
+    base = sys / "class/infiniband"
+    names = sorted((path.name for path in base.iterdir()), key=_natural) if base.is_dir() else []
+    if not names:
+        without = "has no RDMA devices" if base.is_dir() else "runs without RDMA (no /sys/class/infiniband)"
+        raise ConfigurationError(
+            f"this machine {without}: load the NIC's driver (`modprobe mlx5_ib` or the like), or for Soft-RoCE "
+            "`modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0`"
+        )
+    nodes = {_read(path / "ibdev"): path.name for path in (sys / "class/infiniband_verbs").glob("uverbs*")}
+    return [_device(base / name, nodes.get(name)) for name in names]
+
+
+def _device(path: Path, node: str | None) -> Device:
+    ports = sorted((path / "ports").glob("*"), key=lambda port: int(port.name))
+    link = path / "device/driver"
+    soft = next((driver for prefix, driver in SOFT_DRIVERS.items() if path.name.startswith(prefix)), "unknown")
+    return Device(
+        name=path.name,
+        node_type=_value(path / "node_type"),
+        node_guid=_read(path / "node_guid"),
+        driver=link.resolve().name if link.exists() else soft,
+        node=None if node is None else f"/dev/infiniband/{node}",
+        ports=tuple(_port(port) for port in ports),
+    )
+
+
+def _port(path: Path) -> Port:
+    return Port(
+        number=int(path.name),
+        link_layer=_read(path / "link_layer").lower(),
+        state=_value(path / "state").lower(),
+        physical_state=_value(path / "phys_state"),
+        rate=_read(path / "rate"),
+        lid=int(_read(path / "lid") or "0", 0),
+        gids=tuple(_gids(path)),
+    )
+
+
+def _gids(path: Path) -> list[Gid]:
+    found = []
+    for entry in sorted((path / "gids").glob("*"), key=lambda entry: int(entry.name)):
+        gid = _read(entry)
+        if gid and set(gid) - set("0:"):
+            kind = _read(path / "gid_attrs/types" / entry.name)
+            netdev = _read(path / "gid_attrs/ndevs" / entry.name)
+            found.append(Gid(index=int(entry.name), gid=gid, type=kind, netdev=netdev or None))
+    return found
+
+
+def _read(path: Path) -> str:
+    """ "" for what this kernel does not have; an empty GID entry's attributes answer EINVAL."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _value(path: Path) -> str:
+    """The text of "4: ACTIVE"."""
+    return _read(path).rpartition(":")[2].strip()
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
