@@ -33,7 +33,7 @@ from transport.geometry import KVGeometry
 from transport.geometry.pages import PageLayout
 from transport.geometry.plan import plan
 from transport.kernels import cpu, reference
-from transport.kernels.source import Source
+from transport.kernels.source import Source, aligned_bytes
 from transport.messages import Lease, PoolDescription
 
 MIB = 1 << 20
@@ -81,7 +81,7 @@ class Bench:
         count = -(-setup.max_tokens // layout.block_size)
         block = self._rng.standard_normal(layout.block_elements, np.float32).view(np.uint32) >> np.uint32(16)
         shape = (setup.geometry.num_layers, count, layout.block_elements)
-        pages = cpu.aligned_bytes(2 * math.prod(shape)).view(np.uint16).reshape(shape)  # as engines allocate them
+        pages = aligned_bytes(2 * math.prod(shape)).view(np.uint16).reshape(shape)  # as engines allocate them
         pages[:] = block.astype(np.uint16)
         pages[:, :, 0] = np.arange(count)  # no two blocks are the same
         self._source = Source(list(pages), layout)

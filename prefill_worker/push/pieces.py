@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +79,7 @@ class Kernel(Protocol):
         start: int,
         stop: int,
         tensors: Sequence[int] | None = None,
+        allocate: Callable[[int], np.ndarray] | None = None,
     ) -> np.ndarray: ...
 
     def to_linear(
@@ -89,6 +90,7 @@ class Kernel(Protocol):
         start: int,
         stop: int,
         tensors: Sequence[int] | None = None,
+        allocate: Callable[[int], np.ndarray] | None = None,
     ) -> np.ndarray: ...
 
 
@@ -111,10 +113,10 @@ def write(
     source, kernel = pages.source, pages.kernel
     if pool.kv_path == "host":
         dtype = source.layout.dtype
-        staging = kernel.to_linear(source, geometry, blocks, *span, piece.tensors)
+        staging = kernel.to_linear(source, geometry, blocks, *span, piece.tensors, writer.stage)
         runs = plan_linear(geometry, _offset(lease), lease.prompt_tokens, *span, dtype, piece.tensors)
     elif pool.kv_path == "contiguous":
-        staging = kernel.transform(geometry, lease.block_ids, source, blocks, *span, piece.tensors)
+        staging = kernel.transform(geometry, lease.block_ids, source, blocks, *span, piece.tensors, writer.stage)
         runs = plan_contiguous(
             geometry,
             _offset(lease),
@@ -132,7 +134,7 @@ def write(
             writer.count(written)
             return written
     else:
-        staging = kernel.transform(geometry, lease.block_ids, source, blocks, *span, piece.tensors)
+        staging = kernel.transform(geometry, lease.block_ids, source, blocks, *span, piece.tensors, writer.stage)
         runs = plan(geometry, pool.bases, lease.block_ids, *span, piece.tensors)
     writer.write(staging, runs)
     return staging.size

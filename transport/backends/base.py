@@ -27,6 +27,21 @@ class Run:
     length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What an announcement speaks of: tokens [start, stop) of tensors [first_tensor, last_tensor) are in place.
+
+    `digests`: xxh3_64 of the bytes that the piece's runs put into each region, in order of the runs (0 where there
+    are none); empty where the pool asks for no checksums.
+    """
+
+    start: int
+    stop: int
+    first_tensor: int
+    last_tensor: int
+    digests: tuple[int, ...] = ()
+
+
 class LeaseWriter(Protocol):
     """Writes one lease. Not thread-safe: one thread at a time, but for `abort`."""
 
@@ -38,19 +53,32 @@ class LeaseWriter(Protocol):
         """
 
     def chunk(self) -> AbstractContextManager[None]:
-        """A bounded piece of writing (aim at a few ms). Raises LeaseRevoked if the lease was fenced.
+        """A bounded piece of storing through `mapped` (aim at a few ms). Raises LeaseRevoked if the lease was fenced.
 
         While a chunk is open a fence waits for it.
         """
 
-    def write(self, staging: np.ndarray, runs: Sequence[Run]) -> None:
-        """Write the runs out of `staging` (uint8, 1-D); returns once `staging` may be reused.
+    def count(self, num_bytes: int) -> None:
+        """Account for bytes stored through `mapped`; `write` does so itself."""
 
+    def stage(self, num_bytes: int) -> np.ndarray:
+        """uint8 buffer to fill and hand to one `write`, in memory that the backend sends from without a copy.
+
+        It begins on a cache line. Waits while all such memory is under way. Raises LeaseRevoked, PushFailed.
+        """
+
+    def write(self, staging: np.ndarray, runs: Sequence[Run]) -> None:
+        """Write the runs out of `staging` (uint8, 1-D).
+
+        A buffer from `stage` belongs to the backend from now on, any other may be reused when this returns.
         Raises LeaseRevoked when fenced, PushFailed when the peer is gone or a run leaves its region.
         """
 
-    def count(self, num_bytes: int) -> None:
-        """Account for bytes stored through `mapped`; `write` does so itself."""
+    def announce(self, piece: Piece) -> None:
+        """Have D told of `piece` once all that was written before is in place. Raises LeaseRevoked, PushFailed."""
+
+    def wait_drained(self, count: int, timeout_s: float) -> None:
+        """Wait until D has taken `count` announced pieces out of their staging. Raises LeaseRevoked, PushFailed."""
 
     def complete(self, timeout_s: float) -> None:
         """Say that everything was written and wait until D acknowledges. Raises LeaseRevoked, PushFailed."""
@@ -75,6 +103,9 @@ class PoolWriter(Protocol):
 class ReceiverEvents(Protocol):
     """What a `Receiver` tells its owner; called in the event loop's thread."""
 
+    def announced(self, lease_id: str, piece: Piece) -> None:
+        """The piece, and whatever the writer wrote before it, is in place; comes in the writer's order."""
+
     def landed(self, lease_id: str) -> None:
         """The writer's last byte is in place (before the device barrier)."""
 
@@ -88,7 +119,7 @@ class ReceiverEvents(Protocol):
 
 
 class Receiver(Protocol):
-    """D's end of the data plane. `grant`, `acknowledge` and `fence` are called in the event loop's thread."""
+    """D's end of the data plane. All of it is called in the event loop's thread."""
 
     async def start(self) -> None: ...
 
@@ -98,6 +129,9 @@ class Receiver(Protocol):
         Raises WorkerLost if that writer is not connected (or is another generation), Overloaded if the
         connection has no free slot.
         """
+
+    def drained(self, lease_id: str) -> None:
+        """One more announced piece was taken out of its staging: the writer may write there again."""
 
     def acknowledge(self, lease_id: str) -> None:
         """Tell the writer that its push has landed; ends its right to write (the slot is free again)."""
@@ -110,6 +144,18 @@ class Receiver(Protocol):
         """
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WriterOptions:
+    """What a writing process may choose, for backends that have a choice.
+
+    `devices`: NICs to use, as `device[:port[:gid index]]`, empty for the one found. `staging_bytes`: memory that is
+    registered for sending, shared by all pools of the process.
+    """
+
+    devices: tuple[str, ...] = ()
+    staging_bytes: int = 64 * 1024 * 1024
 
 
 #: called once, in a thread of the backend, with the reason, when a pool's connection breaks

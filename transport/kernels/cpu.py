@@ -7,7 +7,7 @@ Same entry points and same bytes as `transport.kernels.reference`. The heavy par
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -20,9 +20,9 @@ from transport.geometry.kv import FACE, TILE, KVGeometry
 from transport.geometry.pages import PageLayout
 from transport.geometry.plan import all_tensors, staging_size
 from transport.geometry.units import units_in_range
-from transport.kernels.faces import LINE, Load
+from transport.kernels.faces import Load
 from transport.kernels.native import Variant, kernel
-from transport.kernels.source import Source, address, linear_source
+from transport.kernels.source import LINE, Source, address, aligned_bytes, linear_source
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -59,12 +59,13 @@ def transform(
     start: int,
     stop: int,
     tensors: Sequence[int] | None = None,
+    allocate: Callable[[int], Bytes] | None = None,
 ) -> Bytes:
-    """As `reference.transform`."""
+    """As `reference.transform`, into the buffer that `allocate(num_bytes)` gives."""
     chosen = all_tensors(geometry, tensors)
     units = units_in_range(geometry, dst_blocks, start, stop)
     job = _Job(geometry, source, src_blocks, start, stop)
-    staging = aligned_bytes(staging_size(units, len(chosen)))
+    staging = (allocate or aligned_bytes)(staging_size(units, len(chosen)))
     first, step = units.staging_positions(len(chosen))
     targets = _Targets(
         address(staging) + first * units.unit_bytes,
@@ -83,14 +84,15 @@ def to_linear(
     start: int,
     stop: int,
     tensors: Sequence[int] | None = None,
+    allocate: Callable[[int], Bytes] | None = None,
 ) -> Bytes:
-    """As `reference.to_linear`."""
+    """As `reference.to_linear`, into the buffer that `allocate(num_bytes)` gives."""
     chosen = all_tensors(geometry, tensors)
     job = _Job(geometry, source, src_blocks, start, stop)
     head_bytes = geometry.head_dim * ITEM_BYTES[source.layout.dtype]
     row_bytes = geometry.num_kv_heads * head_bytes
     tensor_bytes = job.tiles * TILE * row_bytes
-    staging = aligned_bytes(len(chosen) * tensor_bytes)
+    staging = (allocate or aligned_bytes)(len(chosen) * tensor_bytes)
     tile, head = np.arange(job.tiles)[:, None], np.arange(geometry.num_kv_heads)
     first = address(staging) + tile * TILE * row_bytes + head * head_bytes
     shifts = range(0, len(chosen) * tensor_bytes, tensor_bytes)
@@ -117,13 +119,6 @@ def prepare(geometry: KVGeometry, layout: PageLayout) -> None:
     """Compile what transforms between the two need (up to a second), so that no request waits for it."""
     for v in (False, True):
         kernel(_variant(geometry, layout, v, aligned=True))
-
-
-def aligned_bytes(length: int) -> Bytes:
-    """Uninitialised uint8 [length] that begins on a cache line."""
-    memory = np.empty(length + LINE, np.uint8)
-    skip = -address(memory) % LINE
-    return memory[skip : skip + length]
 
 
 def _channel_addresses(channels: Sequence[Bytes], bases: Sequence[int], geometry: KVGeometry) -> Ints:

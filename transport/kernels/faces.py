@@ -15,6 +15,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from transport.geometry.floats import SourceDtype
 from transport.geometry.kv import FACE, KVDtype
 from transport.geometry.tiles import MANTISSA_BITS
+from transport.kernels.source import LINE
 
 #: how a face lies in its page: rows or columns contiguous, or the amx pairings of K and V
 Load = Literal["rows", "columns", "amx_k", "amx_v"]
@@ -23,7 +24,6 @@ Value = Any
 Builder = Any
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-LINE = 64
 
 
 @dataclass(frozen=True)

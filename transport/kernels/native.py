@@ -20,7 +20,8 @@ from transport.geometry.floats import ITEM_BYTES, SourceDtype
 from transport.geometry.kv import FACE, TILE, TILE_BYTES, KVDtype
 from transport.geometry.tiles import MANTISSA_BITS
 from transport.kernels import faces
-from transport.kernels.faces import I8, I16, I32, I64, LINE, Builder, FaceSource, Load, Value, i64
+from transport.kernels.faces import I8, I16, I32, I64, Builder, FaceSource, Load, Value, i64
+from transport.kernels.source import LINE
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from transport.geometry.kv import TILE, KVGeometry
 from transport.geometry.pages import PageLayout
 from transport.geometry.units import check_range
 
+LINE = 64
+"""Bytes of a cache line."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -62,6 +65,13 @@ class Source:
 def address(array: npt.NDArray[np.generic]) -> int:
     """Address of a writable, contiguous, non-empty array's first byte; several times faster than `array.ctypes`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+
+
+def aligned_bytes(length: int) -> npt.NDArray[np.uint8]:
+    """Uninitialised uint8 [length] that begins on a cache line."""
+    memory = np.empty(length + LINE, np.uint8)
+    skip = -address(memory) % LINE
+    return memory[skip : skip + length]
 
 
 def linear_source(

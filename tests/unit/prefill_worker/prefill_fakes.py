@@ -19,7 +19,7 @@ from transport.errors import LeaseRevoked, PushFailed
 from transport.geometry import KVGeometry
 from transport.geometry.pages import PageLayout
 from transport.kernels import cpu
-from transport.kernels.source import Source
+from transport.kernels.source import Source, aligned_bytes
 from transport.messages import (
     Endpoint,
     Lease,
@@ -111,6 +111,9 @@ class MemoryLease:
         assert self.chunk_gate.wait(10)
         yield
         self.in_chunk.clear()
+
+    def stage(self, num_bytes: int) -> np.ndarray:
+        return aligned_bytes(num_bytes)
 
     def write(self, staging: np.ndarray, runs: Sequence[Run]) -> None:
         with self.chunk():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transport.backends.base import Receiver
+from transport.backends.base import Piece, Receiver
 from transport.backends.shm import ShmReceiver
 from transport.geometry import KVGeometry
 from transport.messages import Endpoint, Lease, ModelInfo, PoolDescription, Region, Writer
@@ -27,6 +27,9 @@ class Events:
     """Records what a receiver tells; `wait` returns the next event, in order."""
 
     queue: asyncio.Queue[tuple[object, ...]] = field(default_factory=asyncio.Queue)
+
+    def announced(self, lease_id: str, piece: Piece) -> None:
+        self.queue.put_nowait(("announced", lease_id, piece))
 
     def landed(self, lease_id: str) -> None:
         self.queue.put_nowait(("landed", lease_id))

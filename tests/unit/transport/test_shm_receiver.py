@@ -15,9 +15,10 @@ from backend_harness import TOKEN, WRITER, Events, Pool, ShmBackend, describe
 
 from transport import auth
 from transport.backends import connect
-from transport.backends.shm import ShmReceiver, wire
+from transport.backends.link import packets
+from transport.backends.link.framing import handshake_context
+from transport.backends.shm import ShmReceiver
 from transport.backends.shm import connect as shm_connect
-from transport.backends.shm.connection import handshake_context
 from transport.errors import AuthenticationFailed, ConfigurationError, GeometryMismatch, PushFailed
 from transport.messages import Endpoint, Region
 
@@ -43,20 +44,22 @@ class RawPeer:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(10)
         self.sock.connect(pool.description.endpoint.address)
-        self.opening = wire.Open(wire.VERSION, WRITER.worker, WRITER.generation, "decode-0", "d1", auth.nonce())
+        self.opening = packets.Open(
+            packets.VERSION, "shm", WRITER.worker, WRITER.generation, "decode-0", "d1", auth.nonce()
+        )
 
-    async def send(self, packet: wire.Packet | bytes) -> None:
-        await asyncio.to_thread(self.sock.send, packet if isinstance(packet, bytes) else wire.pack(packet))
+    async def send(self, packet: packets.Packet | bytes) -> None:
+        await asyncio.to_thread(self.sock.send, packet if isinstance(packet, bytes) else packets.pack(packet))
 
-    async def receive(self) -> wire.Packet | None:
-        data = await asyncio.to_thread(self.sock.recv, wire.MAX_PACKET)
-        return wire.unpack(data) if data else None
+    async def receive(self) -> packets.Packet | None:
+        data = await asyncio.to_thread(self.sock.recv, packets.MAX_PACKET)
+        return packets.unpack(data) if data else None
 
-    async def join(self, side: str = "writer") -> wire.Packet | None:
+    async def join(self, side: str = "writer") -> packets.Packet | None:
         await self.send(self.opening)
         challenge = await self.receive()
-        assert isinstance(challenge, wire.Challenge)
-        await self.send(wire.Proof(auth.proof(TOKEN, side, *handshake_context(self.opening, challenge.nonce))))
+        assert isinstance(challenge, packets.Challenge)
+        await self.send(packets.Proof(auth.proof(TOKEN, side, *handshake_context(self.opening, challenge.nonce))))
         return await self.receive()
 
 
@@ -122,7 +125,7 @@ async def test_a_reflected_proof_is_refused(pool: Pool) -> None:
     """Knowing the receiver's proof is not knowing the token."""
     peer = RawPeer(pool)
     answer = await peer.join(side="receiver")
-    assert isinstance(answer, wire.Refused)
+    assert isinstance(answer, packets.Refused)
     assert answer.code == "authentication_failed"
     assert pool.receiver.counters["refused_authentication_failed"] == 1
 
@@ -136,10 +139,10 @@ async def test_a_receiver_without_the_token_gets_no_writer(tmp_path: Path) -> No
     description = describe("decode-0", "d1", [PAGE], Endpoint(backend="shm", address=path))
     writer = asyncio.create_task(asyncio.to_thread(connect, description, WRITER, TOKEN))
     peer, _ = await asyncio.to_thread(server.accept)
-    peer.recv(wire.MAX_PACKET)
-    peer.send(wire.pack(wire.Challenge(auth.nonce())))
-    peer.recv(wire.MAX_PACKET)
-    peer.send(wire.pack(wire.Welcome(b"\0" * auth.PROOF_BYTES, 16, [4096], [0])))
+    peer.recv(packets.MAX_PACKET)
+    peer.send(packets.pack(packets.Challenge(auth.nonce())))
+    peer.recv(packets.MAX_PACKET)
+    peer.send(packets.pack(packets.Welcome(b"\0" * auth.PROOF_BYTES, 16, [4096], [0])))
     with pytest.raises(AuthenticationFailed):
         await writer
     peer.close()
@@ -147,12 +150,19 @@ async def test_a_receiver_without_the_token_gets_no_writer(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "data", [b"\0", b"garbage", wire.pack(wire.Landed("a", 1, 1)), wire.pack(wire.Proof(b"x")), b"\x93\xa4Open\xc0\xc0"]
+    "data",
+    [
+        b"\0",
+        b"garbage",
+        packets.pack(packets.Landed("a", 1, 1)),
+        packets.pack(packets.Proof(b"x")),
+        b"\x93\xa4Open\xc0\xc0",
+    ],
 )
 async def test_garbage_before_the_handshake_is_refused(pool: Pool, data: bytes) -> None:
     peer = RawPeer(pool)
     await peer.send(data)
-    assert isinstance(await peer.receive(), wire.Refused)
+    assert isinstance(await peer.receive(), packets.Refused)
     assert await peer.receive() is None
     writer = await asyncio.to_thread(connect, pool.description, WRITER, TOKEN)  # others are served
     writer.close()
@@ -160,9 +170,9 @@ async def test_garbage_before_the_handshake_is_refused(pool: Pool, data: bytes) 
 
 async def test_another_version_is_refused_by_name(pool: Pool) -> None:
     peer = RawPeer(pool)
-    await peer.send(wire.Open(99, "p", "g", "decode-0", "d1", auth.nonce()))
+    await peer.send(packets.Open(99, "shm", "p", "g", "decode-0", "d1", auth.nonce()))
     answer = await peer.receive()
-    assert isinstance(answer, wire.Refused)
+    assert isinstance(answer, packets.Refused)
     assert "99" in answer.message
 
 
@@ -218,8 +228,8 @@ async def test_regions_may_share_a_descriptor_at_any_offset(tmp_path: Path) -> N
 
 async def test_a_writer_can_neither_change_nor_resize_what_it_must_not(pool: Pool) -> None:
     peer = RawPeer(pool)
-    assert isinstance(await peer.join(), wire.Welcome)
-    _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, peer.sock, wire.MAX_PACKET, 10)
+    assert isinstance(await peer.join(), packets.Welcome)
+    _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, peer.sock, packets.MAX_PACKET, 10)
     control, *regions = fds
     with pytest.raises(PermissionError):
         mmap.mmap(control, 64)
@@ -236,18 +246,18 @@ async def test_a_writer_can_neither_change_nor_resize_what_it_must_not(pool: Poo
 @pytest.fixture
 async def peer(pool: Pool) -> AsyncIterator[RawPeer]:
     peer = RawPeer(pool)
-    assert isinstance(await peer.join(), wire.Welcome)
-    assert isinstance(await peer.receive(), wire.Descriptors)
+    assert isinstance(await peer.join(), packets.Welcome)
+    assert isinstance(await peer.receive(), packets.Descriptors)
     await pool.events.wait()
     yield peer
     peer.sock.close()
 
 
 async def test_case_05_unknown_messages_are_counted_and_answered(pool: Pool, peer: RawPeer) -> None:
-    await peer.send(wire.RevokeAck("nobody's", 1))
-    await peer.send(wire.Aborted("nobody's", 1, "why"))
-    await peer.send(wire.Landed("nobody's", 1, 100))
-    assert await peer.receive() == wire.Revoke("nobody's", 1)
+    await peer.send(packets.RevokeAck("nobody's", 1))
+    await peer.send(packets.Aborted("nobody's", 1, "why"))
+    await peer.send(packets.Landed("nobody's", 1, 100))
+    assert await peer.receive() == packets.Revoke("nobody's", 1)
     for counter in ("unknown_acks", "unknown_aborts", "unknown_landed"):
         assert pool.receiver.counters[counter] == 1
     assert pool.events.queue.empty()
@@ -255,22 +265,22 @@ async def test_case_05_unknown_messages_are_counted_and_answered(pool: Pool, pee
 
 async def test_case_05_another_slot_than_granted_is_not_the_lease(pool: Pool, peer: RawPeer) -> None:
     lease = pool.grant("a")
-    await peer.send(wire.Landed("a", lease.slot + 1, 100))
-    assert await peer.receive() == wire.Revoke("a", lease.slot + 1)
+    await peer.send(packets.Landed("a", lease.slot + 1, 100))
+    assert await peer.receive() == packets.Revoke("a", lease.slot + 1)
     assert pool.events.queue.empty()
 
 
 async def test_landed_that_crosses_a_fence_ends_the_fence_and_nothing_lands(pool: Pool, peer: RawPeer) -> None:
     lease = pool.grant("a")
     fence = asyncio.create_task(pool.receiver.fence("a"))
-    assert await peer.receive() == wire.Revoke("a", lease.slot)
-    await peer.send(wire.Landed("a", lease.slot, 100))
+    assert await peer.receive() == packets.Revoke("a", lease.slot)
+    await peer.send(packets.Landed("a", lease.slot, 100))
     await asyncio.wait_for(fence, 10)
     assert pool.receiver.counters["late_landed"] == 1
     assert pool.events.queue.empty()
 
 
-@pytest.mark.parametrize("data", [b"garbage", wire.pack(wire.Proof(b"x")), wire.pack(wire.Challenge(b"x"))])
+@pytest.mark.parametrize("data", [b"garbage", packets.pack(packets.Proof(b"x")), packets.pack(packets.Challenge(b"x"))])
 async def test_garbage_after_the_handshake_still_needs_the_writers_end(pool: Pool, peer: RawPeer, data: bytes) -> None:
     """The writer has the memory mapped: its leases are fenced only when its end of the connection closes."""
     pool.grant("a")
@@ -287,7 +297,7 @@ async def test_garbage_after_the_handshake_still_needs_the_writers_end(pool: Poo
 async def test_landing_twice_is_a_protocol_error(pool: Pool, peer: RawPeer) -> None:
     lease = pool.grant("a")
     for _ in range(2):
-        await peer.send(wire.Landed("a", lease.slot, 1))
+        await peer.send(packets.Landed("a", lease.slot, 1))
     assert await peer.receive() is None
     assert await pool.events.wait() == ("landed", "a")
     assert pool.events.queue.empty()
@@ -299,6 +309,6 @@ async def test_an_owner_that_fails_does_not_break_the_data_plane(pool: Pool, pee
 
     pool.events.landed = broken  # type: ignore[method-assign]
     lease = pool.grant("a")
-    await peer.send(wire.Landed("a", lease.slot, 1))
-    await peer.send(wire.Landed("b", 1, 1))
-    assert await peer.receive() == wire.Revoke("b", 1)
+    await peer.send(packets.Landed("a", lease.slot, 1))
+    await peer.send(packets.Landed("b", 1, 1))
+    assert await peer.receive() == packets.Revoke("b", 1)

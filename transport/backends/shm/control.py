@@ -1,8 +1,6 @@
 """The control page: one revocation word per slot, written by the receiver, read by the writer.
 
-A word holds the epoch of the lease that may be written through its slot, or 0 for none. Epochs are never
-used twice in the life of a receiver, over all its connections, so a late lease of an earlier connection
-cannot be mistaken for the slot's present one. `Lease.slot` carries both: `slot | epoch << 16`.
+A word holds the epoch of the lease that may be written through its slot, or 0 for none.
 """
 
 from __future__ import annotations
@@ -15,20 +13,11 @@ from collections import deque
 
 import numpy as np
 
+from transport.backends.link.slots import MAX_SLOTS, slot_token, split_token
+
 SLOT_BYTES = 64
 """One cache line per slot, so that a fence does not disturb the writers of other leases."""
-MAX_SLOTS = 1 << 16
 _F_SEAL_FUTURE_WRITE = 0x10
-
-
-def slot_token(slot: int, epoch: int) -> int:
-    """The value of `Lease.slot`."""
-    return slot | epoch << 16
-
-
-def split_token(token: int) -> tuple[int, int]:
-    """(slot, epoch) of a `Lease.slot`."""
-    return token & (MAX_SLOTS - 1), token >> 16
 
 
 def seal(fd: int, seals: int) -> None:
@@ -38,7 +27,7 @@ def seal(fd: int, seals: int) -> None:
 
 
 class ControlPage:
-    """The receiver's side: owns the memory and the free slots of one connection."""
+    """The receiver's side: owns the memory and the free slots of one connection. Idempotent `close`."""
 
     def __init__(self, slots: int) -> None:
         if not 0 < slots <= MAX_SLOTS:
@@ -55,7 +44,7 @@ class ControlPage:
         seal(self.fd, _F_SEAL_FUTURE_WRITE)
         self._free: deque[int] = deque(range(slots))
 
-    def grant(self, epoch: int) -> int:
+    def take(self, epoch: int) -> int:
         """Take a slot for `epoch` → its token. Raises IndexError when none is free."""
         slot = self._free.popleft()
         self._words[slot] = epoch
@@ -72,7 +61,9 @@ class ControlPage:
         self._free.append(slot)
 
     def close(self) -> None:
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def words(page: mmap.mmap) -> np.ndarray:

@@ -8,6 +8,7 @@ import socket
 import stat
 from pathlib import Path
 
+from transport.backends.link.framing import Datagrams
 from transport.errors import ConfigurationError
 
 _MAX_PATH_BYTES = 107
@@ -39,6 +40,9 @@ class Listener:
             raise ConfigurationError(f"cannot listen on socket {path}: {error}") from error
         self.sock.setblocking(False)
         self._inode = os.stat(path).st_ino
+
+    def framing(self) -> Datagrams:
+        return Datagrams()
 
     def close(self) -> None:
         """Stop listening and remove the file, unless another process has put its own there."""
