@@ -17,6 +17,7 @@ from transport.backends.link import packets
 from transport.backends.link.connection import Connection, Grant
 from transport.backends.link.framing import Framing
 from transport.backends.link.slots import Slots
+from transport.backends.link.tcp import tune
 from transport.errors import Overloaded, ProtocolError, WorkerLost
 from transport.messages import Region, Writer
 
@@ -274,6 +275,8 @@ class LinkReceiver(ABC):
 
     def _connect(self, sock: socket.socket) -> Connection:
         assert self._listener is not None
+        if sock.family != socket.AF_UNIX:
+            tune(sock)
         connection = Connection(self, sock, self._listener.framing())
         asyncio.get_running_loop().call_later(self._handshake_timeout_s, connection.expect_joined)
         return connection
