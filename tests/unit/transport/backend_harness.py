@@ -74,8 +74,13 @@ class Pool:
         return self.lease(self.receiver.grant(lease_id, writer), lease_id)
 
 
-class ShmBackend:
-    """memfd regions over a Unix socket in `directory`."""
+Handed = tuple[Region, int, int]
+
+
+class Backend:
+    """Receivers over memfd regions, one after the other at the same address."""
+
+    name: str
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -100,20 +105,44 @@ class ShmBackend:
             regions.append((Region(address=0, rkey=index, length=length), fd, 0))
             memory.append(np.frombuffer(mmap.mmap(fd, length), np.uint8))
             memory[-1][:] = POISON
-        path = str(self._directory / f"{name}.sock")
-        receiver = ShmReceiver(name, generation, token, regions, events, path, slots=slots)
-        await receiver.start()
+        receiver = self.receiver(name, generation, token, regions, events, slots)
         self._receivers.append(receiver)
-        description = describe(
-            name, generation, [region for region, _, _ in regions], Endpoint(backend="shm", address=path)
-        )
+        await receiver.start()
+        endpoint = Endpoint(backend=self.name, address=self.address(receiver, name))
+        description = describe(name, generation, [region for region, _, _ in regions], endpoint)
         return Pool(receiver, description, memory, events)
+
+    def receiver(
+        self, name: str, generation: str, token: str, regions: list[Handed], events: Events, slots: int
+    ) -> Receiver:
+        raise NotImplementedError
+
+    def address(self, receiver: Receiver, name: str) -> str:
+        raise NotImplementedError
 
     async def close(self) -> None:
         for receiver in self._receivers:
             await receiver.close()
         for fd in self._fds:
             os.close(fd)
+
+
+class ShmBackend(Backend):
+    """A Unix socket in `directory`."""
+
+    name = "shm"
+
+    def receiver(
+        self, name: str, generation: str, token: str, regions: list[Handed], events: Events, slots: int
+    ) -> Receiver:
+        return ShmReceiver(name, generation, token, regions, events, self.address(None, name), slots=slots)
+
+    def address(self, receiver: Receiver | None, name: str) -> str:
+        return str(self._directory / f"{name}.sock")
+
+
+BACKENDS: dict[str, type[Backend]] = {"shm": ShmBackend}
+"""The backends that can run on this machine."""
 
 
 def describe(name: str, generation: str, channels: list[Region], endpoint: Endpoint) -> PoolDescription:
