@@ -1,4 +1,4 @@
-"""Memory that a backend sends from: one area per process, filled by the pushing threads, given back when it was sent."""
+"""Memory that a backend sends from: one area per process, filled by pushing threads, given back once it is sent."""
 
 from __future__ import annotations
 
