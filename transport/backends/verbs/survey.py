@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import platform
-import resource
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +13,7 @@ from typing import Any, TypeVar
 from transport.backends.verbs import library
 from transport.backends.verbs.devices import Nic, bytes_of_mtu, choose_and_say_why, open_device
 from transport.backends.verbs.library import Library
+from transport.backends.verbs.memlock import Memlock, memlock
 from transport.backends.verbs.sysfs import SYS, Device, read_devices
 from transport.errors import ConfigurationError
 
@@ -25,7 +24,6 @@ RDMA_MODULES = (
     *("mlx5_ib", "mlx4_ib", "irdma", "bnxt_re", "efa", "erdma", "hns_roce_hw_v2", "ionic_rdma", "mana_ib", "qedr"),
 )
 PEER_MODULES = ("nvidia_peermem", "nv_peer_mem", "ib_peer_mem", "amdkfd")
-_CAP_IPC_LOCK = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +68,6 @@ class DeviceSurvey:
     """Why this process cannot open the device."""
     dmabuf: DmaBuf
     ports: tuple[PortSurvey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Memlock:
-    """How much memory this process may pin, in bytes; None is no limit. Root's capability lifts the limit."""
-
-    soft: int | None
-    hard: int | None
-    exempt: bool
-    """The process has CAP_IPC_LOCK."""
-
-    def __str__(self) -> str:
-        def amount(limit: int | None) -> str:
-            return "unlimited" if limit is None else f"{limit / 2**20:g} MiB"
-
-        text = amount(self.soft) if self.soft == self.hard else f"{amount(self.soft)} (hard limit {amount(self.hard)})"
-        return f"{text}, not binding: CAP_IPC_LOCK" if self.exempt else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,18 +173,6 @@ def _probe_dmabuf(lib: Library, context: Any) -> DmaBuf:
                 return DmaBuf(False, f"tried: {os.strerror(code)} (kernel {platform.release()})")
             return DmaBuf(None, f"unknown until a registration is tried: the probe ended with {error}")
     return DmaBuf(None, "unknown until a registration is tried")
-
-
-def memlock() -> Memlock:
-    """This process's limit of locked memory."""
-    soft, hard = (
-        None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    )
-    effective = 0
-    with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        effective = int(next(line for line in lines if line.startswith("CapEff:")).split()[1], 16)
-    return Memlock(soft, hard, exempt=bool(effective & _CAP_IPC_LOCK))
 
 
 def _loaded(sys: Path, modules: Sequence[str]) -> tuple[str, ...]:

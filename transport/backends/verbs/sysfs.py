@@ -66,8 +66,14 @@ def read_devices(sys: Path = SYS) -> list[Device]:
             f"this machine {without}: load the NIC's driver (`modprobe mlx5_ib` or the like), or for Soft-RoCE "
             "`modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0`"
         )
-    nodes = {_read(path / "ibdev"): path.name for path in (sys / "class/infiniband_verbs").glob("uverbs*")}
-    return [_device(base / name, nodes.get(name)) for name in names]
+    return [_device(base / name, device_node(name, sys)) for name in names]
+
+
+def device_node(name: str, sys: Path = SYS) -> str | None:
+    """The file that opens the device, whether or not it exists; None while ib_uverbs does not serve the device."""
+    nodes = (path for path in (sys / "class/infiniband_verbs").glob("uverbs*") if _read(path / "ibdev") == name)
+    found = next(nodes, None)
+    return None if found is None else f"/dev/infiniband/{found.name}"
 
 
 def _device(path: Path, node: str | None) -> Device:
@@ -79,7 +85,7 @@ def _device(path: Path, node: str | None) -> Device:
         node_type=_value(path / "node_type"),
         node_guid=_read(path / "node_guid"),
         driver=link.resolve().name if link.exists() else soft,
-        node=None if node is None else f"/dev/infiniband/{node}",
+        node=node,
         ports=tuple(_port(port) for port in ports),
     )
 
