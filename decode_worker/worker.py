@@ -162,7 +162,7 @@ class DecodeWorker:
             return "draining"
         if (seconds := self.scheduler.stepping_for) > self._limits.stall_s:
             return f"the engine has been in one step for {seconds:.0f} s"
-        return None
+        return self.receiver.ready()
 
     def status(self) -> Status:
         return Status(

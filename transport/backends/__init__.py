@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from transport.backends.base import OnLost, PoolWriter
+from transport.backends.base import OnLost, PoolWriter, WriterOptions
 from transport.errors import ConfigurationError
 from transport.messages import PoolDescription, Writer
 
 
-def connect(pool: PoolDescription, writer: Writer, token: str, *, on_lost: OnLost | None = None) -> PoolWriter:
+def connect(
+    pool: PoolDescription,
+    writer: Writer,
+    token: str,
+    *,
+    on_lost: OnLost | None = None,
+    options: WriterOptions | None = None,
+) -> PoolWriter:
     """Connect to a pool by the backend that its endpoint names; blocks for at most some seconds.
 
     `on_lost(reason)` is called once, in a thread of the backend, when the pool goes away later.
@@ -18,6 +25,10 @@ def connect(pool: PoolDescription, writer: Writer, token: str, *, on_lost: OnLos
         from transport.backends import shm
 
         return shm.connect(pool, writer, token, on_lost=on_lost)
+    if pool.endpoint.backend == "verbs":
+        from transport.backends.verbs import writer as verbs
+
+        return verbs.connect(pool, writer, token, on_lost=on_lost, options=options)
     raise ConfigurationError(
         f"data-plane backend {pool.endpoint.backend!r} of pool {pool.worker} is not available here"
     )

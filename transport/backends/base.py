@@ -123,6 +123,9 @@ class Receiver(Protocol):
 
     async def start(self) -> None: ...
 
+    def ready(self) -> str | None:
+        """None, or why nothing can be pushed now."""
+
     def grant(self, lease_id: str, writer: Writer) -> int:
         """Open a slot for the lease on its writer's connection → `Lease.slot`.
 

@@ -69,6 +69,9 @@ class FakeReceiver:
         del self.open[lease_id]
         self.acknowledged.append(lease_id)
 
+    def ready(self) -> str | None:
+        return None
+
     async def fence(self, lease_id: str) -> None:
         if self.fail_fences:
             self.fail_fences -= 1

@@ -141,8 +141,29 @@ class ShmBackend(Backend):
         return str(self._directory / f"{name}.sock")
 
 
+class VerbsBackend(Backend):
+    """A link on the address of the machine's first RDMA NIC."""
+
+    name = "verbs"
+    _port = 0
+
+    def receiver(
+        self, name: str, generation: str, token: str, regions: list[Handed], events: Events, slots: int
+    ) -> Receiver:
+        from transport.backends.verbs.receiver import VerbsReceiver
+
+        receiver = VerbsReceiver(name, generation, token, regions, events, port=self._port, slots=slots)
+        self._port = int(receiver.address.rpartition(":")[2])
+        return receiver
+
+    def address(self, receiver: Receiver, name: str) -> str:
+        return receiver.address  # type: ignore[attr-defined]
+
+
 BACKENDS: dict[str, type[Backend]] = {"shm": ShmBackend}
 """The backends that can run on this machine."""
+if os.environ.get("HAWK_GUEST"):
+    BACKENDS["verbs"] = VerbsBackend
 
 
 def describe(name: str, generation: str, channels: list[Region], endpoint: Endpoint) -> PoolDescription:

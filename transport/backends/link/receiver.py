@@ -89,6 +89,9 @@ class LinkReceiver(ABC):
         self._listener = self.listen()
         asyncio.get_running_loop().add_reader(self._listener.sock, self._accept)
 
+    def ready(self) -> str | None:
+        return None
+
     @property
     def writers(self) -> list[Writer]:
         """The connected writers."""
@@ -197,24 +200,25 @@ class LinkReceiver(ABC):
             grant.said.append(packet)
             self._pass_on(grant)
 
-    def arrived(self, lease_id: str) -> None:
-        """An immediate came in on the lease's slot: what was written before it is in place."""
-        grant = self._grants.get(lease_id)
+    def arrived(self, connection: Connection, slot: int) -> None:
+        """An immediate came in on a lease's slot: what was written before it is in place."""
+        grant = self._grant_in(connection, slot)
         if grant is None or grant.fenced is not None:
             self.counters["late_immediates"] += 1
             return
         grant.arrived += 1
         self._pass_on(grant)
 
-    def broken(self, lease_id: str, reason: str) -> None:
-        """The lease's slot can carry nothing any more, and nothing of it will land."""
-        grant = self._grants.get(lease_id)
-        if grant is not None:
-            over = grant.landed or grant.fenced is not None
-            grant.connection.refuse(grant.lease_id, grant.slot)
-            self._end(grant)
-            if not over:
-                self._tell("push_failed", lease_id, reason)
+    def broken(self, connection: Connection, slot: int, reason: str) -> None:
+        """A lease's slot can carry nothing any more, and nothing of it will land."""
+        grant = self._grant_in(connection, slot)
+        if grant is None:
+            return
+        over = grant.landed or grant.fenced is not None
+        connection.refuse(grant.lease_id, grant.slot)
+        self._end(grant)
+        if not over:
+            self._tell("push_failed", grant.lease_id, reason)
 
     def aborted(self, connection: Connection, lease_id: str, slot: int, reason: str) -> None:
         grant = self._grant_of(connection, lease_id, slot)
@@ -284,6 +288,9 @@ class LinkReceiver(ABC):
     def _grant_of(self, connection: Connection, lease_id: str, slot: int) -> Grant | None:
         grant = connection.grants.get(lease_id)
         return grant if grant is not None and grant.slot == slot else None
+
+    def _grant_in(self, connection: Connection, slot: int) -> Grant | None:
+        return next((grant for grant in connection.grants.values() if grant.slot == slot), None)
 
     def _end(self, grant: Grant) -> None:
         """The writer has no right to the lease any more, and no write under way."""
