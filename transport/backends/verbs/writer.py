@@ -121,6 +121,9 @@ class VerbsPoolWriter(LinkPoolWriter):
         if lane is not None and lane.lease is not None:
             lane.lease.break_off("its lane was fenced")
             lane.lease = None
+        # What was granted on the lane before it was fenced must not find its way onto the new queue pair.
+        for lease_id in [known for known, token in self._granted.items() if split_token(token)[0] == packet.lane]:
+            del self._granted[lease_id]
         for fd in self._nic_of:  # makes room in the completion queues, too
             self._on_watched(fd)
         try:
