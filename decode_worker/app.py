@@ -110,6 +110,9 @@ def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice
             kv_path=settings.kv_path,
             staging_size=settings.staging_bytes,
             source_dtype=settings.dtype,
+            slots=settings.staging_slots,
+            slot_bytes=settings.staging_slot_bytes,
+            checksum=settings.checksum,
         )
     except OutOfDeviceMemory as error:
         raise ConfigurationError(
@@ -139,6 +142,7 @@ def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice
             max_batch=settings.max_batch,
             status_interval_s=settings.status_interval_s,
             stall_s=settings.stall_s,
+            relayout_threads=settings.relayout_threads,
             leases=LeaseLimits(settings.lease_ttl_s, settings.lease_max_hold_s, settings.watermark),
         ),
     )

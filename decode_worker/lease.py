@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from decode_worker.coverage import Coverage
+from decode_worker.staging import Slots
+from transport.backends.base import Piece
 from transport.messages import Decode, Message, Tokens, Writer
 
 
@@ -33,6 +36,23 @@ class LeaseState(str, Enum):
 
 
 @dataclass(slots=True, eq=False)
+class Inbound:
+    """What a lease's writer has announced. `pieces`: kv_path host, those that are not in their blocks yet; else those
+    whose checksum is still to be compared.
+
+    `announced` counts all pieces, `placed` those that have left their slot; `placing`: a thread is at it.
+    `landed`: the writer is done.
+    """
+
+    coverage: Coverage
+    pieces: deque[Piece] = field(default_factory=deque)
+    announced: int = 0
+    placed: int = 0
+    placing: bool = False
+    landed: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class LeaseRecord:
     """One lease as its decode worker sees it. Times are those of the table's clock, in seconds."""
 
@@ -51,8 +71,10 @@ class LeaseRecord:
     blocks: list[int]
     created: float
     deadline: float
-    staging: tuple[int, int] | None = None
-    """(offset, length) in the staging area."""
+    staging: Slots | None = None
+    inbound: Inbound | None = None
+    written: float = 0.0
+    """When the writer's last byte was there."""
     state: LeaseState = LeaseState.RESERVED
     decode: Decode | None = None
     pins: int = 0

@@ -41,8 +41,8 @@ class LeaseTable:
     """All leases of one pool. Everything here runs in the event loop's thread.
 
     `on_failed(lease, error)` is called when a lease ends for a reason its owner does not know yet (expired,
-    push failed, writer lost). `on_free()` is called whenever blocks came back. `staging_bytes(prompt_tokens)`
-    is the room a lease takes in `staging`.
+    push failed, writer lost). `on_free()` is called whenever blocks came back. A lease takes as many slots, and of as
+    many bytes, in `staging` as `staging_room(prompt_tokens, resident_tokens)` says.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LeaseTable:
         on_failed: Ended,
         on_free: Callable[[], None],
         staging: StagingArea | None = None,
-        staging_bytes: Callable[[int], int] = lambda tokens: 0,
+        staging_room: Callable[[int, int], tuple[int, int]] = lambda prompt, resident: (1, prompt),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks = blocks
@@ -68,7 +68,7 @@ class LeaseTable:
         self._worker, self._generation = worker, generation
         self._block_size, self._max_model_len = block_size, max_model_len
         self._on_failed, self._on_free = on_failed, on_free
-        self._staging, self._staging_bytes = staging, staging_bytes
+        self._staging, self._staging_room = staging, staging_room
         self._clock = clock
         self._ids, self._arrivals = itertools.count(1), itertools.count(1)
         self._leases: dict[str, LeaseRecord] = {}
@@ -100,6 +100,10 @@ class LeaseTable:
     def age(self, lease: LeaseRecord) -> float:
         """Seconds since the reservation."""
         return self._clock() - lease.created
+
+    def since_written(self, lease: LeaseRecord) -> float:
+        """Seconds since the writer's last byte was there."""
+        return self._clock() - lease.written
 
     def by_state(self) -> Counter[LeaseState]:
         return Counter(lease.state for lease in self._leases.values())
@@ -156,8 +160,7 @@ class LeaseTable:
         self._by_request[owner, request.request_id] = lease
         try:
             if self._staging is not None:
-                length = self._staging_bytes(request.prompt_tokens)
-                lease.staging = (self._staging.take(length), length)
+                lease.staging = self._staging.take(*self._staging_room(lease.prompt_tokens, lease.resident_tokens))
             slot = self._receiver.grant(lease.id, request.writer)
         except BaseException:
             self._end(lease, "refused")
@@ -172,7 +175,9 @@ class LeaseTable:
             resident_tokens=lease.resident_tokens,
             ttl_s=self.limits.ttl_s,
             slot=slot,
-            staging_offset=lease.staging[0] if lease.staging else None,
+            staging_offset=lease.staging.offset if lease.staging else None,
+            staging_slots=lease.staging.count if lease.staging else 0,
+            staging_slot_bytes=lease.staging.slot_bytes if lease.staging else 0,
         )
 
     def written(self, lease_id: str) -> LeaseRecord | None:
@@ -183,6 +188,7 @@ class LeaseTable:
             return None
         lease.granted = False
         lease.state = LeaseState.WRITING
+        lease.written = self._clock()
         self._receiver.acknowledge(lease_id)
         return lease
 
@@ -252,12 +258,14 @@ class LeaseTable:
             if lease.owner is owner:
                 lease.deadline = deadline
 
-    def progress(self, lease_id: str) -> None:
-        """The writer is at work."""
+    def progress(self, lease_id: str) -> LeaseRecord | None:
+        """The writer is at work; None if the lease has ended meanwhile."""
         lease = self._leases.get(lease_id)
-        if lease is not None and self._open(lease):
-            lease.state = LeaseState.WRITING
-            lease.deadline = self._clock() + self.limits.ttl_s
+        if lease is None or not self._open(lease):
+            return None
+        lease.state = LeaseState.WRITING
+        lease.deadline = self._clock() + self.limits.ttl_s
+        return lease
 
     def reap(self) -> float:
         """End what has expired → seconds until the next lease can expire."""
@@ -338,5 +346,5 @@ class LeaseTable:
 
     def _give_staging(self, lease: LeaseRecord) -> None:
         if lease.staging is not None and self._staging is not None:
-            self._staging.give(*lease.staging)
+            self._staging.give(lease.staging)
             lease.staging = None

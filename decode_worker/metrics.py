@@ -29,12 +29,22 @@ class DecodeMetrics:
         self.unknown = Counter(
             f"{PREFIX}_unknown_messages", "Messages about requests not known here", ["message"], registry=registry
         )
+        self.pieces = Counter(f"{PREFIX}_announced_pieces", "Pieces announced by writers", registry=registry)
+        self.checksum_failures = Counter(
+            f"{PREFIX}_checksum_failures", "Leases whose bytes were not what their writer sent", registry=registry
+        )
         self.step_seconds = Histogram(
             f"{PREFIX}_step_seconds", "One engine step with sampling", registry=registry, buckets=_SECONDS
         )
         self.landed_seconds = Histogram(
             f"{PREFIX}_landed_seconds",
             "From reservation until the KV is decodable",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.landing_seconds = Histogram(
+            f"{PREFIX}_landing_seconds",
+            "From the writer's last byte until the KV is decodable: re-layout, checksum, barrier",
             registry=registry,
             buckets=_SECONDS,
         )

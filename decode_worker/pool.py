@@ -1,4 +1,4 @@
-"""The KV pool in device memory: its tensors, what of it is handed to writers, and the re-layout of staged KV."""
+"""The KV pool in device memory: its tensors, and what of it is handed to writers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,26 @@ from decode_worker.staging import StagingArea
 from transport.errors import ConfigurationError
 from transport.geometry import KVGeometry
 from transport.geometry.floats import SourceDtype
-from transport.geometry.staging import scatter, staging_bytes
+from transport.geometry.kv import TILE
+from transport.geometry.staging import contiguous_bytes, linear_bytes, linear_row_bytes
 from transport.messages import Endpoint, KVPath, ModelInfo, PoolDescription, Region
 
 HandedOut = tuple[Region, int, int]
 """(region, fd, page-aligned byte offset of the region in it): what the data plane's receiver gives to writers."""
 
+STAGING_SLOTS = 3
+STAGING_SLOT_BYTES = 4 * 1024 * 1024
+"""Slots of a lease on kv_path host: one is written, one is read, one is on its way from the one to the other."""
+
 
 class KVPool:
     """One K and one V tensor per layer, interleaved over the device's banks.
 
-    `bases[t]` is tensor t's address in every bank of the device. For kv_path `host` (a buffer in host memory)
-    and `contiguous` (one in a single bank), writers reach only the staging buffer of `staging_size` bytes.
+    `bases[t]` is tensor t's address in every bank of the device. For kv_path `host` (a region of host memory)
+    and `contiguous` (one in a single bank), writers reach only the staging region of `staging_size` bytes: with
+    `host`, `slots` slots of at most `slot_bytes` for each lease. `checksum`: writers announce digests.
     Raises OutOfDeviceMemory where the tensors do not fit, ConfigurationError where the device and the
-    geometry disagree or the device cannot be written in place.
+    geometry disagree, the device cannot be written in place, or the slots do not fit.
     """
 
     def __init__(
@@ -38,26 +44,33 @@ class KVPool:
         kv_path: KVPath = "hawk",
         staging_size: int = 0,
         source_dtype: SourceDtype = "bfloat16",
+        slots: int = STAGING_SLOTS,
+        slot_bytes: int = STAGING_SLOT_BYTES,
+        checksum: bool = False,
     ) -> None:
         if device.get_device_num_bank() != geometry.num_channels:
             raise ConfigurationError(
                 f"the geometry has {geometry.num_channels} channels, {device.name} {device.get_device_num_bank()} banks"
             )
-        self.device, self.geometry, self.kv_path = device, geometry, kv_path
+        self.device, self.geometry, self.kv_path, self.checksum = device, geometry, kv_path, checksum
+        self.source_dtype = source_dtype
         self.blocks = BlockPool(geometry.num_blocks)
         self.staging: StagingArea | None = None
-        self._source_dtype = source_dtype
+        self.staging_memory: np.ndarray | None = None
+        self._slots = slots
+        self._slot_bytes = self._whole_rows(slot_bytes) if kv_path == "host" else 0
         self._buffers: list[Buffer] = []
+        self._mapped: list[Buffer] = []
         mappings: list[DmaMapping] = []
         for _ in range(geometry.num_tensors):
             buffer = device.allocate(geometry.num_pages, geometry.page_bytes)
             self._buffers.append(buffer)
-            mappings += device.map_buffer_dma(buffer)
+            if kv_path == "hawk":  # a device that peers cannot reach has other paths, but not this call
+                mappings += self._map(buffer)
         self.bases = tuple(device.get_buffer_address_bank(buffer, 0) for buffer in self._buffers)
-        self._channels = _regions(mappings, geometry.num_channels)
-        self._start = self._channels[0][2]
+        self._channels = _regions(mappings, geometry.num_channels) if mappings else []
+        self._start = self._channels[0][2] if mappings else 0
         self._staging: HandedOut | None = None
-        self._staging_memory: np.ndarray | None = None
         self._own_fd: int | None = None
         if kv_path != "hawk":
             self._make_staging(staging_size)
@@ -75,65 +88,68 @@ class KVPool:
             bases=tuple(base - self._start for base in self.bases),
             channels=tuple(region for region, _, _ in self._channels),
             staging=None if self._staging is None else self._staging[0],
-            staging_dtype=self._source_dtype if self.kv_path == "host" else None,
+            staging_dtype=self.source_dtype if self.kv_path == "host" else None,
+            checksum=self.checksum,
             endpoint=endpoint,
             model=model,
         )
 
-    def staging_bytes(self, prompt_tokens: int) -> int:
-        """Room that a lease takes in the staging buffer."""
-        return staging_bytes(self.geometry, self.kv_path, prompt_tokens, self._source_dtype)
-
-    def relayout(self, offset: int, blocks: Sequence[int], prompt_tokens: int, resident_tokens: int) -> None:
-        """Move a landed receive buffer into its blocks; from any thread, takes as long as it takes."""
-        channels = self.device.host_channels()
-        if self._staging_memory is None or channels is None or resident_tokens == prompt_tokens:
-            return
-        landed = self._staging_memory[offset : offset + self.staging_bytes(prompt_tokens)]
-        if self.kv_path == "host":
-            # Imported here: the compiler behind it is of use to this path alone.
-            from transport.kernels.cpu import from_linear
-
-            from_linear(
-                channels,
-                self.bases,
-                self.geometry,
-                blocks,
-                landed,
-                self._source_dtype,
-                prompt_tokens,
-                resident_tokens,
-            )
-        else:
-            scatter(channels, self.bases, self.geometry, blocks, landed, prompt_tokens, resident_tokens)
+    def staging_room(self, prompt_tokens: int, resident_tokens: int) -> tuple[int, int]:
+        """(slots, bytes of each) that a lease takes in the staging region; a short prompt has small slots."""
+        if self.kv_path == "contiguous":
+            return 1, contiguous_bytes(self.geometry, prompt_tokens)
+        start = min(resident_tokens, (prompt_tokens - 1) // TILE * TILE)
+        whole = linear_bytes(self.geometry, self.source_dtype, start, prompt_tokens, self.geometry.num_tensors)
+        return self._slots, min(self._slot_bytes, whole)
 
     def close(self) -> None:
         """Unmap and free everything on the device."""
-        for buffer in self._buffers:
+        for buffer in self._mapped:
             self.device.unmap_buffer_dma(buffer)
+        for buffer in self._buffers:
             self.device.free(buffer)
-        self._buffers = []
+        self._buffers, self._mapped = [], []
         if self._own_fd is not None:
             os.close(self._own_fd)
             self._own_fd = None
 
+    def _map(self, buffer: Buffer) -> list[DmaMapping]:
+        mappings = self.device.map_buffer_dma(buffer)
+        self._mapped.append(buffer)
+        return mappings
+
+    def _whole_rows(self, slot_bytes: int) -> int:
+        """The most of `slot_bytes` that pieces can fill."""
+        row = linear_row_bytes(self.geometry, self.source_dtype)
+        if slot_bytes < row:
+            raise ConfigurationError(
+                f"a staging slot of {slot_bytes} bytes does not hold 32 tokens of one tensor in "
+                f"{self.source_dtype}: staging_slot_bytes must be at least {row}"
+            )
+        return slot_bytes // row * row
+
     def _make_staging(self, size: int) -> None:
-        channels = self.device.host_channels()
-        if channels is None:
-            raise ConfigurationError(f"kv_path {self.kv_path}: the host cannot address {self.device.name}'s memory")
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         if self.kv_path == "host":
+            if self._slots * self._slot_bytes > size:
+                raise ConfigurationError(
+                    f"{self._slots} staging slots of {self._slot_bytes} bytes, as one lease takes, do not fit into "
+                    f"{size} bytes: raise staging_bytes, or lower staging_slots or staging_slot_bytes"
+                )
             self._own_fd = fd = os.memfd_create("hawk-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, size)
-            self._staging_memory = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+            self.staging_memory = np.frombuffer(mmap.mmap(fd, size), np.uint8)
             self._staging = (Region(address=0, rkey=0, length=size), fd, 0)
         else:
+            channels = self.device.host_channels()
+            if channels is None:
+                raise ConfigurationError(f"kv_path contiguous: the host cannot address {self.device.name}'s memory")
             # One page more, so that the region can start where a mapping may.
             buffer = self.device.allocate_contiguous(size + mmap.PAGESIZE)
             self._buffers.append(buffer)
-            mapping = self.device.map_buffer_dma(buffer)[0]
+            mapping = self._map(buffer)[0]
             start = -(-mapping.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._staging_memory = channels[mapping.bank][start : start + size]
+            self.staging_memory = channels[mapping.bank][start : start + size]
             self._staging = (Region(address=start, rkey=0, length=size), mapping.fd, start)
         self.staging = StagingArea(size)
 

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from decode_worker.npu.emulated import P150A_BANK_BYTES, P150A_BANKS
+from decode_worker.pool import STAGING_SLOT_BYTES, STAGING_SLOTS
 from transport.geometry import KVGeometry
 from transport.geometry.kv import TILE
 from transport.messages import KVPath, Name
@@ -46,6 +47,12 @@ class DecodeSettings(BaseRoleSettings):
 
     kv_path: KVPath = Field("hawk", description="hawk: written in place; host, contiguous: staged and re-laid-out")
     staging_bytes: Bytes = Field(256 * 1024 * 1024, description="receive buffer of kv_path host and contiguous")
+    staging_slots: Count = Field(STAGING_SLOTS, description="kv_path host: slots of a lease in it, filled in turn")
+    staging_slot_bytes: Bytes = Field(
+        STAGING_SLOT_BYTES, description="kv_path host: bytes of a slot; P's push_chunk_bytes use it fully"
+    )
+    relayout_threads: Count = Field(1, description="leases whose landed bytes are moved or checked at once")
+    checksum: bool = Field(False, description="compare an xxh3 of all KV that lands with what was sent")
     socket_dir: Path = Field(default_factory=_socket_dir, description="directory of the data plane's Unix socket")
 
     max_batch: Annotated[int, Field(gt=0, le=4096)] = Field(32, description="requests per engine step")

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from decode_worker.arrivals import Arrivals
 from decode_worker.engines.base import Engine
 from decode_worker.lease import LeaseLimits, LeaseRecord, LeaseState, Owner
 from decode_worker.leases import LeaseTable
@@ -17,7 +17,7 @@ from decode_worker.pool import KVPool
 from decode_worker.reports import Reports
 from decode_worker.scheduler import Scheduler
 from transport import prefix
-from transport.backends.base import Receiver, ReceiverEvents
+from transport.backends.base import Piece, Receiver, ReceiverEvents
 from transport.errors import EngineFailed, HawkError, LeaseRevoked, Overloaded, ProtocolError
 from transport.messages import (
     PROTOCOL_VERSION,
@@ -45,11 +45,12 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class WorkerLimits:
     """`status_interval_s`: at most one unasked Status per so many seconds. `stall_s`: an engine step that takes
-    longer makes the worker not ready."""
+    longer makes the worker not ready. `relayout_threads`: leases whose landed bytes are checked or moved at once."""
 
     max_batch: int = 32
     status_interval_s: float = 0.05
     stall_s: float = 60.0
+    relayout_threads: int = 1
     leases: LeaseLimits = field(default_factory=LeaseLimits)
 
 
@@ -86,7 +87,7 @@ class DecodeWorker:
             on_failed=self._failed,
             on_free=self._on_free,
             staging=pool.staging,
-            staging_bytes=pool.staging_bytes,
+            staging_room=pool.staging_room,
         )
         self.scheduler = Scheduler(
             engine,
@@ -101,8 +102,9 @@ class DecodeWorker:
         )
         metrics.watch(self.leases, self.scheduler, pool.device)
         self._reports = Reports(pool.blocks, self.status, limits.status_interval_s)
-        self._relayouts = ThreadPoolExecutor(1, thread_name_prefix="relayout")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._arrivals = Arrivals(
+            pool, self.leases, self.receiver, metrics, self._land, threads=limits.relayout_threads
+        )
         self._empty = asyncio.Event()
         self._broken: str | None = None
 
@@ -147,7 +149,7 @@ class DecodeWorker:
         await asyncio.get_running_loop().run_in_executor(None, self.scheduler.close)
         with contextlib.suppress(asyncio.TimeoutError):  # a writer that does not answer ends with the data plane
             await asyncio.wait_for(self.leases.close(), timeout_s)
-        self._relayouts.shutdown(wait=True)
+        await self._arrivals.close()
         await self.receiver.close()
         self._engine.close()
         self.pool.close()
@@ -247,23 +249,16 @@ class DecodeWorker:
 
     # ---- the data plane's events
 
+    def announced(self, lease_id: str, piece: Piece) -> None:
+        self._arrivals.announced(lease_id, piece)
+
     def landed(self, lease_id: str) -> None:
         lease = self.leases.written(lease_id)
-        if lease is None:
-            return
-        if lease.staging is None:
-            self._land(lease)
-        else:
-            self.leases.pin(lease)
-            task = asyncio.ensure_future(self._relayout(lease, lease.staging[0]))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if lease is not None:
+            self._arrivals.landed(lease)
 
     def push_failed(self, lease_id: str, reason: str) -> None:
         self.leases.push_failed(lease_id, reason)
-
-    def progress(self, lease_id: str) -> None:
-        self.leases.progress(lease_id)
 
     def writer_joined(self, writer: Writer) -> None:
         log.info("writer %s/%s connected", writer.worker, writer.generation)
@@ -272,30 +267,13 @@ class DecodeWorker:
         log.warning("writer %s/%s is gone", writer.worker, writer.generation)
         self.leases.writer_lost(writer)
 
-    async def _relayout(self, lease: LeaseRecord, offset: int) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(
-                self._relayouts,
-                self.pool.relayout,
-                offset,
-                list(lease.blocks),
-                lease.prompt_tokens,
-                lease.resident_tokens,
-            )
-            self._land(lease)
-        except Exception as error:
-            log.exception("re-layout of lease %s failed", lease.id)
-            self.leases.fail(lease, HawkError(f"re-layout of staged KV failed: {error}"))
-        finally:
-            self.leases.unpin(lease)
-
     def _land(self, lease: LeaseRecord) -> None:
         self.pool.device.barrier()
         self.leases.land(lease)
         if lease.state is not LeaseState.LANDED:
-            return  # ended during the re-layout
+            return  # ended meanwhile
         self.metrics.landed_seconds.observe(self.leases.age(lease))
+        self.metrics.landing_seconds.observe(self.leases.since_written(lease))
         self._reports.due()
         if lease.decode is not None:
             self.scheduler.start(lease, lease.decode)

@@ -24,7 +24,7 @@ run
 
 look after
   model      models that Hawk sets up by itself: pull, list, path, verify
-  doctor     check this machine and this installation, and say what to do
+  doctor     check this machine and this installation, and say what to do; hawk doctor rdma: its RDMA devices
   bench      measure: hawk bench transfer | decode | serve
 
 settings

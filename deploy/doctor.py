@@ -1,4 +1,7 @@
-"""`hawk doctor`: checks this machine and this installation, and says what to do about what it finds."""
+"""`hawk doctor`: checks this machine and this installation, and says what to do about what it finds.
+
+`hawk doctor rdma` is about RDMA alone, in more detail.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict
 
+from deploy.finding import Finding, table
 from deploy.home import CHECKOUT, home
 from deploy.machine import GIB, available_memory, cores, cpu_flags, gib, port_is_free, port_owner
 from deploy.model import DEFAULT, models_dir, verify
@@ -23,16 +26,6 @@ PIN = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", re.MULTILINE)
 WANTED_MEMORY = 5 * GIB
 PORTS = {"router": 8000, "prefill": 8100, "decode": 8200}
 OPTIONAL_MODULES = {"numba": "kernels and the decode role", "vllm": "the prefill role", "tokenizers": "the router role"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """`level`: ok; warn (works, but slower or not everywhere); fail (something will not work)."""
-
-    check: str
-    level: Literal["ok", "warn", "fail"]
-    found: str
-    advice: str = ""
 
 
 def check_python() -> Finding:
@@ -151,6 +144,12 @@ def check_home() -> Finding:
     return Finding("home", "ok", f"{directory}, {gib(left)} free")
 
 
+def check_rdma() -> Finding:
+    from deploy import doctor_rdma
+
+    return doctor_rdma.summary()
+
+
 CHECKS: Sequence[Callable[[], Finding]] = (
     check_python,
     check_packages,
@@ -162,11 +161,16 @@ CHECKS: Sequence[Callable[[], Finding]] = (
     check_ports,
     check_home,
     check_model,
+    check_rdma,
 )
 
 
 def main(argv: Sequence[str]) -> int:
     """0 when nothing fails (warnings included), 1 otherwise."""
+    if argv and argv[0] == "rdma":
+        from deploy import doctor_rdma
+
+        return doctor_rdma.main(argv[1:])
     parser = argparse.ArgumentParser(prog="hawk doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help='print {"ok": …, "findings": […]}')
     args = parser.parse_args(argv)
@@ -177,14 +181,3 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(table(findings))
     return 0 if ok else 1
-
-
-def table(findings: Sequence[Finding]) -> str:
-    """One line per check, an indented one for what to do."""
-    width = max(len(finding.check) for finding in findings)
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.level:<5} {finding.check:<{width}}  {finding.found}")
-        if finding.advice:
-            lines.append(f"{'':<5} {'':<{width}}  → {finding.advice}")
-    return "\n".join(lines)

@@ -72,6 +72,8 @@ async def main(settings: PrefillSettings, sock: socket.socket, control: ServiceE
         hold_ttl_s=settings.hold_ttl_s,
         push_chunk_bytes=settings.push_chunk_bytes,
         push_threads=settings.push_threads,
+        rdma_devices=settings.devices,
+        push_staging_bytes=settings.push_staging_bytes,
     )
     kv = await control.serve(start, service.on_engine_message, service.engine_lost, JOIN_TIMEOUT_S)
     try:

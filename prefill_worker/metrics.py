@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from transport.metrics import DataPlaneTotals
+
 PREFIX = "hawk_prefill"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -36,6 +38,9 @@ class PrefillMetrics:
         self.pushed_bytes = counter("pushed_bytes", "Bytes of acknowledged pushes")
         self.push_seconds = seconds("push_seconds", "From a push's first range until its acknowledgement")
         self.push_failures = counter("push_failures", "Pushes that failed", "code")
+        self.data_plane: dict[str, int] = {}
+        """Totals of the engine's data plane, by event, as it told them last."""
+        registry.register(DataPlaneTotals(PREFIX, lambda: self.data_plane))
         self.unknown = counter("unknown_messages", "Messages about requests not known here", "message")
 
         self.outstanding_tokens = gauge("outstanding_tokens", "Prompt tokens accepted and not yet prefilled")

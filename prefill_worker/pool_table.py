@@ -115,3 +115,10 @@ def check_lease(lease: Lease, pool: PoolDescription, prompt_tokens: int) -> None
         )
     if (lease.staging_offset is None) != (pool.staging is None):
         raise InvalidRequest(f"lease {lease.id}: staging_offset does not go with kv_path {pool.kv_path}")
+    if lease.staging_offset is not None and pool.staging is not None:
+        end = lease.staging_offset + lease.staging_slots * lease.staging_slot_bytes
+        if lease.staging_slots < 1 or end > pool.staging.length:
+            raise InvalidRequest(
+                f"lease {lease.id}: {lease.staging_slots} slots of {lease.staging_slot_bytes} bytes at "
+                f"{lease.staging_offset} are not in a staging region of {pool.staging.length} bytes"
+            )

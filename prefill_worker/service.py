@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from prefill_worker.control.messages import Held
+from prefill_worker.control.messages import DataPlane, Held
 from prefill_worker.engine import Handover
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.pool_table import PoolTable
@@ -180,6 +180,8 @@ class PrefillService:
         if isinstance(message, Held):
             self._metrics.held_requests.set(message.requests)
             self._metrics.held_blocks.set(message.blocks)
+        elif isinstance(message, DataPlane):
+            self._metrics.data_plane = message.counters
         elif isinstance(message, (PoolOpened, PoolRefused)):
             self._pools.answer(message)
         elif isinstance(message, (Pushed, Failed)):

@@ -41,6 +41,12 @@ class PrefillSettings(BaseRoleSettings):
     push_chunk_bytes: Bytes = Field(4 * 1024 * 1024, description="bytes written between two looks at the lease")
     stall_s: Seconds = Field(60.0, description="an engine step that takes longer makes the worker not ready")
     push_threads: Count = Field(1, description="pushes that copy at the same time")
+    push_staging_bytes: Bytes = Field(
+        64 * 1024 * 1024, description="memory registered for sending, where pools are reached by verbs or nixl"
+    )
+    rdma_devices: str = Field(
+        "", description="NICs to send by, as device[:port[:gid index]],…; empty: the first with an active port"
+    )
 
     @field_validator("cpus")
     @classmethod
@@ -53,9 +59,19 @@ class PrefillSettings(BaseRoleSettings):
     def _consistent(self) -> PrefillSettings:
         if self.block_size % 16:
             raise ValueError(f"block_size: must be a multiple of 16, got {self.block_size}")
+        if self.push_staging_bytes < 4 * self.push_chunk_bytes:
+            raise ValueError(
+                f"push_staging_bytes: must hold at least four pieces of push_chunk_bytes ({self.push_chunk_bytes}), "
+                f"got {self.push_staging_bytes}"
+            )
         if not (self.model / "config.json").is_file():
             raise ValueError(f"model: {self.model} has no config.json; is it a Hugging Face model directory?")
         return self
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """`rdma_devices`, one by one."""
+        return tuple(name.strip() for name in self.rdma_devices.split(",") if name.strip())
 
     @property
     def model_name(self) -> str:

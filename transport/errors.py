@@ -117,6 +117,14 @@ class PushFailed(HawkError):
     retryable = True
 
 
+class ChecksumMismatch(HawkError):
+    """What lies in the decode worker's memory is not what the prefill worker sent."""
+
+    status = 502
+    code = "checksum_mismatch"
+    retryable = True
+
+
 class LeaseRevoked(HawkError):
     """The lease was fenced, freed or is unknown: its writer must stop."""
 

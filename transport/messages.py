@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from transport.errors import HawkError, from_code
 from transport.geometry import KVGeometry
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Role = Literal["router", "prefill", "decode"]
 KVPath = Literal["hawk", "host", "contiguous"]
@@ -79,7 +79,8 @@ class PoolDescription(Message):
 
     `bases[2*layer + v]` (v = 0 for K, 1 for V) is the tensor's byte offset inside every channel region.
     `staging` is the receive buffer of kv_path `host` and `contiguous`, None for `hawk`; `staging_dtype` is
-    the element type that kv_path `host` expects in it.
+    the element type that kv_path `host` expects in it. Writers reach `channels` with `hawk` alone; the other paths
+    have none. `checksum`: every piece must be announced with the xxh3_64 of what it puts into each region.
     """
 
     worker: Name
@@ -90,6 +91,7 @@ class PoolDescription(Message):
     channels: tuple[Region, ...]
     staging: Region | None = None
     staging_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    checksum: bool = False
     endpoint: Endpoint
     model: ModelInfo
 
@@ -106,7 +108,9 @@ class Lease(Message):
 
     `block_ids` cover the prompt (and more, where D reserves ahead); the first `resident_tokens` tokens
     (whole blocks) are already there and must not be written. `slot` is the data plane's revocation slot
-    on the writer's connection. `staging_offset` is set for kv_path `host` and `contiguous`.
+    on the writer's connection. kv_path `host` and `contiguous`: the lease has `staging_slots` slots of
+    `staging_slot_bytes` each, one behind the other from `staging_offset` of the staging region on. With `host` the
+    n-th announced piece goes into slot n modulo their number, once the piece before it there has been drained.
     """
 
     id: Name
@@ -118,6 +122,8 @@ class Lease(Message):
     ttl_s: Annotated[float, Field(gt=0)]
     slot: Natural
     staging_offset: Natural | None = None
+    staging_slots: Natural = 0
+    staging_slot_bytes: Natural = 0
 
 
 class Sampling(Message):

@@ -13,13 +13,14 @@ import torch
 from prefill_worker.connector import pages
 from prefill_worker.connector.step import Step
 from prefill_worker.control.engine_end import EngineEnd
-from prefill_worker.control.messages import Joined, Start
+from prefill_worker.control.messages import DataPlane, Joined, Start
 from prefill_worker.push.pieces import Pages
 from prefill_worker.push.pools import Pools
 from prefill_worker.push.push import Limits
 from prefill_worker.push.pusher import Pusher
+from prefill_worker.push.totals import Totals
 from transport.backends import connect
-from transport.backends.base import OnLost, PoolWriter
+from transport.backends.base import OnLost, PoolWriter, WriterOptions
 from transport.errors import EngineFailed
 from transport.messages import Cancel, ClosePool, Message, OpenPool, PoolDescription
 
@@ -40,6 +41,7 @@ class WorkerSide:
         self._start: Start | None = None
         self._pools: Pools | None = None
         self._pusher: Pusher | None = None
+        self._totals = Totals()
         self._started = threading.Event()
 
     # ---- called by vLLM, in the engine's thread
@@ -86,7 +88,7 @@ class WorkerSide:
                 self._start.push_chunk_bytes,
                 threading.Semaphore(self._start.push_threads),
             )
-            self._pusher = Pusher(self._pools, self._pages(), limits, self._control.send)
+            self._pusher = Pusher(self._pools, self._pages(), limits, self._report)
         return self._pusher
 
     def _pages(self) -> Pages:
@@ -114,11 +116,19 @@ class WorkerSide:
     def _begin(self, start: Start) -> None:
         assert self._control is not None
         self._start = start
-        self._pools = Pools(self._kv, start.fingerprint, self._connect, self._control.send)
+        self._pools = Pools(self._kv, start.fingerprint, self._connect, self._report)
         self._started.set()
 
     def _connect(self, pool: PoolDescription, on_lost: OnLost) -> PoolWriter:
         assert self._start is not None
         ready = self._pages()
         ready.kernel.prepare(pool.geometry, ready.source.layout)  # compiles, so that no request waits for it
-        return connect(pool, self._start.writer, self._start.token, on_lost=on_lost)
+        options = WriterOptions(self._start.rdma_devices, self._start.push_staging_bytes)
+        writer = connect(pool, self._start.writer, self._start.token, on_lost=on_lost, options=options)
+        self._totals.add(writer)
+        return writer
+
+    def _report(self, message: Message) -> None:
+        assert self._control is not None
+        self._control.send(message)
+        self._control.send(DataPlane(counters=self._totals.counters()))

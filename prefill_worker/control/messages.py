@@ -53,6 +53,14 @@ class Start(Message):
     hold_ttl_s: float
     push_chunk_bytes: Positive
     push_threads: Positive
+    rdma_devices: tuple[str, ...] = ()
+    push_staging_bytes: Positive
+
+
+class DataPlane(Message):
+    """Engine → service, after each push: totals of the data plane over all connections of this process, by event."""
+
+    counters: dict[str, Natural]
 
 
 class Held(Message):
@@ -64,5 +72,5 @@ class Held(Message):
 
 MESSAGES: dict[str, type[Message]] = {
     cls.__name__: cls
-    for cls in (Joined, Start, Held, OpenPool, ClosePool, PoolOpened, PoolRefused, Cancel, Pushed, Failed)
+    for cls in (Joined, Start, Held, DataPlane, OpenPool, ClosePool, PoolOpened, PoolRefused, Cancel, Pushed, Failed)
 }

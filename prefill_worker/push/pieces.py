@@ -8,12 +8,15 @@ from typing import Protocol
 
 import numpy as np
 
-from transport.backends.base import LeaseWriter
+from transport import checksum
+from transport.backends.base import LeaseWriter, Run
+from transport.backends.base import Piece as Announcement
+from transport.errors import PushFailed
 from transport.geometry import KVGeometry
 from transport.geometry.kv import TILE
 from transport.geometry.pages import PageLayout
 from transport.geometry.plan import plan
-from transport.geometry.staging import plan_contiguous, plan_linear
+from transport.geometry.staging import linear_row_bytes, plan_contiguous
 from transport.kernels.source import Source
 from transport.messages import Lease, PoolDescription
 
@@ -32,13 +35,15 @@ LONG_ROWS = 8
 are left again before the memory streams."""
 
 
-def split(geometry: KVGeometry, start: int, stop: int, limit: int) -> Iterator[Piece]:
-    """Cut [start, stop) into pieces of at most `limit` bytes in the pool, or of one tile row of one tensor.
+def split(geometry: KVGeometry, start: int, stop: int, limit: int, tile_row: int | None = None) -> Iterator[Piece]:
+    """Cut [start, stop) into pieces of at most `limit` bytes, or of one tile row of one tensor.
 
-    `start` is a multiple of 32, and so is every cut. A piece takes all tensors if `limit` allows that for
-    `LONG_ROWS` tile rows, else as many (K and V of a layer together where possible) as it does allow.
+    `tile_row`: bytes of a tile row of one tensor; those that it has in the pool unless given. `start` is a multiple
+    of 32, and so is every cut. A piece takes all tensors if `limit` allows that for `LONG_ROWS` tile rows, else as
+    many (K and V of a layer together where possible) as it does allow.
     """
-    tile_row = geometry.num_kv_heads * (geometry.head_dim // TILE) * geometry.page_bytes
+    if tile_row is None:
+        tile_row = geometry.num_kv_heads * (geometry.head_dim // TILE) * geometry.page_bytes
     long = min(LONG_ROWS, max(1, -(-(stop - start) // TILE)))
     rows = max(limit // (tile_row * geometry.num_tensors), min(long, max(1, limit // tile_row)))
     group = min(geometry.num_tensors, max(1, limit // (tile_row * rows)))
@@ -102,45 +107,75 @@ class Pages:
     kernel: Kernel
 
 
-def write(
-    writer: LeaseWriter, pool: PoolDescription, lease: Lease, pages: Pages, blocks: Sequence[int], piece: Piece
-) -> int:
-    """Write one piece of the request whose block table is `blocks` → bytes written.
+class PieceWriter:
+    """Writes the pieces of one lease, by the pool's kv_path; one thread at a time.
 
     Raises LeaseRevoked, PushFailed; ValueError where lease and request do not fit together.
     """
-    geometry, span = pool.geometry, (piece.start, piece.stop)
-    source, kernel = pages.source, pages.kernel
-    if pool.kv_path == "host":
-        dtype = source.layout.dtype
-        staging = kernel.to_linear(source, geometry, blocks, *span, piece.tensors, writer.stage)
-        runs = plan_linear(geometry, _offset(lease), lease.prompt_tokens, *span, dtype, piece.tensors)
-    elif pool.kv_path == "contiguous":
-        staging = kernel.transform(geometry, lease.block_ids, source, blocks, *span, piece.tensors, writer.stage)
-        runs = plan_contiguous(
-            geometry,
-            _offset(lease),
-            lease.block_ids,
-            lease.prompt_tokens,
-            lease.resident_tokens,
-            *span,
-            piece.tensors,
-        )
-    elif writer.mapped is not None:
-        with writer.chunk():
-            written = kernel.transform_into(
-                writer.mapped, pool.bases, geometry, lease.block_ids, source, blocks, *span, piece.tensors
+
+    def __init__(self, writer: LeaseWriter, pool: PoolDescription, lease: Lease, pages: Pages) -> None:
+        self._writer, self._pool, self._lease, self._pages = writer, pool, lease, pages
+        self._announced = 0
+
+    def split(self, start: int, stop: int, limit: int) -> Iterator[Piece]:
+        """As the function `split`; with kv_path host a piece is counted, and fits into a slot, as it is staged."""
+        if self._pool.kv_path != "host":
+            return split(self._pool.geometry, start, stop, limit)
+        tile_row = linear_row_bytes(self._pool.geometry, self._pages.source.layout.dtype)
+        slot = self._lease.staging_slot_bytes
+        if self._lease.staging_slots < 1 or slot < tile_row:
+            raise PushFailed(
+                f"lease {self._lease.id} has {self._lease.staging_slots} staging slots of {slot} bytes, a tile row "
+                f"of one tensor needs {tile_row}"
             )
-            writer.count(written)
+        return split(self._pool.geometry, start, stop, min(limit, slot), tile_row)
+
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Until the slot of the next piece is free. Reads no page."""
+        before = self._announced - self._lease.staging_slots + 1
+        if self._pool.kv_path == "host" and before > 0:
+            self._writer.wait_drained(before, timeout_s)
+
+    def write(self, blocks: Sequence[int], piece: Piece) -> int:
+        """Write one piece of the request whose block table is `blocks` → bytes written. There must be room for it."""
+        writer, pool, pages = self._writer, self._pool, self._pages
+        if pool.kv_path == "hawk" and writer.mapped is not None and not pool.checksum:
+            target = (writer.mapped, pool.bases, pool.geometry, self._lease.block_ids)
+            with writer.chunk():
+                written = pages.kernel.transform_into(
+                    *target, pages.source, blocks, piece.start, piece.stop, piece.tensors
+                )
+                writer.count(written)
             return written
-    else:
-        staging = kernel.transform(geometry, lease.block_ids, source, blocks, *span, piece.tensors, writer.stage)
-        runs = plan(geometry, pool.bases, lease.block_ids, *span, piece.tensors)
-    writer.write(staging, runs)
-    return staging.size
+        staging, runs = self._staged(blocks, piece)
+        size = staging.size
+        digests = (
+            checksum.sent(staging, runs, len(pool.channels) if pool.staging is None else 1) if pool.checksum else ()
+        )
+        writer.write(staging, runs)
+        if pool.kv_path == "host" or pool.checksum:
+            tensors = piece.tensors or range(pool.geometry.num_tensors)
+            writer.announce(Announcement(piece.start, piece.stop, tensors[0], tensors[-1], digests))
+            self._announced += 1
+        return size
 
+    def _staged(self, blocks: Sequence[int], piece: Piece) -> tuple[np.ndarray, list[Run]]:
+        """The piece in a buffer, and where the buffer's bytes go."""
+        geometry, lease, stage = self._pool.geometry, self._lease, self._writer.stage
+        source, kernel = self._pages.source, self._pages.kernel
+        what = (piece.start, piece.stop, piece.tensors)
+        if self._pool.kv_path == "host":
+            staging = kernel.to_linear(source, geometry, blocks, *what, stage)
+            slot = self._announced % lease.staging_slots
+            return staging, [Run(0, 0, self._offset + slot * lease.staging_slot_bytes, staging.size)]
+        staging = kernel.transform(geometry, lease.block_ids, source, blocks, *what, stage)
+        if self._pool.kv_path == "hawk":
+            return staging, plan(geometry, self._pool.bases, lease.block_ids, *what)
+        span = (lease.prompt_tokens, lease.resident_tokens)
+        return staging, plan_contiguous(geometry, self._offset, lease.block_ids, *span, *what)
 
-def _offset(lease: Lease) -> int:
-    if lease.staging_offset is None:
-        raise ValueError(f"lease {lease.id} has no staging offset, its pool stages")
-    return lease.staging_offset
+    @property
+    def _offset(self) -> int:
+        if self._lease.staging_offset is None:
+            raise ValueError(f"lease {self._lease.id} has no staging offset, its pool stages")
+        return self._lease.staging_offset

@@ -6,10 +6,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from prefill_worker.push.pieces import Pages, Piece, split, write
+from prefill_worker.push.pieces import Pages, Piece, PieceWriter
 from prefill_worker.push.pools import Pools
 from transport.backends.base import LeaseWriter
 from transport.errors import HawkError, PushFailed
@@ -71,7 +72,8 @@ class Push:
         self._epoch = 0
         self._reading = False
         self._reason: str | None = None
-        self._completing: LeaseWriter | None = None
+        self._waiting: LeaseWriter | None = None
+        """Waits for the decode worker now, and reads no page: a cancellation aborts it at once."""
         self._done = False
         self._bytes = 0
         self._thread = threading.Thread(target=self._run, name=f"push-{transfer_id}", daemon=True)
@@ -88,7 +90,8 @@ class Push:
     def rewind(self) -> None:
         """The engine is about to reuse the pages: forget what is queued; returns when no page is being read.
 
-        The ranges will come again, from the start.
+        The ranges will come again, from the start. Pieces that the decode worker was told of are written once more:
+        it sees from the first of them that the push begins anew.
         """
         with self._changed:
             self._ranges.clear()
@@ -102,9 +105,9 @@ class Push:
                 return
             self._reason = reason
             self._changed.notify_all()
-            completing = self._completing
-        if completing is not None:
-            completing.abort(reason)
+            waiting = self._waiting
+        if waiting is not None:
+            waiting.abort(reason)
 
     @property
     def released(self) -> bool:
@@ -139,12 +142,13 @@ class Push:
                 self._report(outcome)
 
     def _write_all(self, pool: PoolDescription, writer: LeaseWriter) -> None:
+        pieces = PieceWriter(writer, pool, self.lease, self._pages)
         last = False
         while not last:
             epoch, blocks = self._next()
             last = all(
-                self._write(epoch, pool, writer, blocks.blocks, piece)
-                for piece in split(pool.geometry, blocks.start, blocks.stop, self._limits.chunk_bytes)
+                self._write(epoch, writer, pieces, blocks.blocks, piece)
+                for piece in pieces.split(blocks.start, blocks.stop, self._limits.chunk_bytes)
             )
             last = last and blocks.last
 
@@ -155,10 +159,10 @@ class Push:
                 raise _Stopped
             return self._epoch, self._ranges.popleft()
 
-    def _write(
-        self, epoch: int, pool: PoolDescription, writer: LeaseWriter, blocks: Sequence[int], piece: Piece
-    ) -> bool:
+    def _write(self, epoch: int, writer: LeaseWriter, pieces: PieceWriter, blocks: Sequence[int], piece: Piece) -> bool:
         """False when the range was taken back by `rewind` before the piece was written."""
+        with self._abortable(writer):
+            pieces.wait_for_room(self._limits.ttl_s)
         if not self._limits.slots.acquire(timeout=self._limits.ttl_s):
             raise PushFailed(f"no turn to copy within {self._limits.ttl_s:g} s")
         try:
@@ -169,7 +173,7 @@ class Push:
                     return False
                 self._reading = True
             try:
-                self._bytes += write(writer, pool, self.lease, self._pages, blocks, piece)
+                self._bytes += pieces.write(blocks, piece)
             finally:
                 with self._changed:
                     self._reading = False
@@ -179,11 +183,21 @@ class Push:
         return True
 
     def _complete(self, writer: LeaseWriter) -> None:
+        with self._abortable(writer):
+            writer.complete(self._limits.ttl_s)
+
+    @contextmanager
+    def _abortable(self, writer: LeaseWriter) -> Iterator[None]:
+        """Around waiting for the decode worker."""
         with self._changed:
             if self._reason is not None:
                 raise _Stopped
-            self._completing = writer
-        writer.complete(self._limits.ttl_s)
+            self._waiting = writer
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting = None
 
     def _failed(self, error: Exception) -> Failed:
         """`PushFailed` with the cause in words; what is already more precise (a revoked lease, …) stays."""

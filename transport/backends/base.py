@@ -6,6 +6,7 @@ per lease. D side (asyncio): one `Receiver` per pool. Every backend passes the s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from transport.messages import Lease, Writer
+from transport.messages import Endpoint, Lease, Writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,12 @@ class LeaseWriter(Protocol):
 
 
 class PoolWriter(Protocol):
-    """The connection of one prefill process to one pool. Thread-safe."""
+    """The connection of one prefill process to one pool. Thread-safe.
+
+    `counters`: totals of bytes, writes, completions, revoked, aborts, failures by cause (`failed_…`).
+    """
+
+    counters: Counter[str]
 
     @property
     def alive(self) -> bool: ...
@@ -120,6 +126,10 @@ class ReceiverEvents(Protocol):
 
 class Receiver(Protocol):
     """D's end of the data plane. All of it is called in the event loop's thread."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where writers reach it."""
 
     async def start(self) -> None: ...
 

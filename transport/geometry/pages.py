@@ -3,7 +3,7 @@
 Logically one layer is `[num_blocks, H, N, 2D]`, K then V along the last axis. CUDA backends keep that, in
 LBHNC or LBNHC order. The CPU backend's (block, head) page is N·D elements of K, then N·D of V, packed by ISA:
 `vec` K [D, N], V [N, D]; `amx` K [N/16, D/2, 16, 2], V [D/16, N/2, 16, 2]. `linear` is no page of vLLM's but
-the staging buffer of kv_path host seen as one big block: K [N, H, D], then V [N, H, D].
+how rows lie in a staging slot of kv_path host: K [N, H, D], then V [N, H, D].
 """
 
 from __future__ import annotations

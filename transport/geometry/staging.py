@@ -1,13 +1,13 @@
 """The receive buffers of the kv_paths that stage on D: their sizes, and the plans that fill and empty them.
 
-`host`: `[2L, T32, H, D]` in source dtype, T32 = prompt tokens rounded up to whole tiles; D re-lays it out.
-`contiguous`: exactly the buffer that `transform` makes of the whole lease; D executes the lease's plan on it.
+`host`: a lease has some slots of equal size, which its pieces take in turn. A piece lies in its slot as
+`[tensors, T32, H, D]` in source dtype, T32 = its tokens rounded up to whole tiles; D re-lays it out.
+`contiguous`: one slot, exactly the buffer that `transform` makes of the whole lease; D executes the lease's plan on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,36 +21,20 @@ from transport.geometry.units import units_in_range
 Bytes = npt.NDArray[np.uint8]
 
 
-def staging_bytes(
-    geometry: KVGeometry, kv_path: Literal["hawk", "host", "contiguous"], prompt_tokens: int, dtype: SourceDtype
-) -> int:
-    """Bytes of one lease's receive buffer (0 for kv_path hawk); `dtype` is P's, used by `host` alone."""
-    padded = -(-prompt_tokens // TILE) * TILE
-    if kv_path == "host":
-        return geometry.num_tensors * padded * geometry.num_kv_heads * geometry.head_dim * ITEM_BYTES[dtype]
-    if kv_path == "contiguous":
-        tiles = geometry.num_tensors * (padded // TILE) * geometry.num_kv_heads * (geometry.head_dim // TILE)
-        return tiles * geometry.page_bytes
-    return 0
+def linear_row_bytes(geometry: KVGeometry, dtype: SourceDtype) -> int:
+    """kv_path host: bytes of one tile row (32 tokens) of one tensor, the least that a slot must hold."""
+    return TILE * geometry.num_kv_heads * geometry.head_dim * ITEM_BYTES[dtype]
 
 
-def plan_linear(
-    geometry: KVGeometry,
-    staging_offset: int,
-    prompt_tokens: int,
-    start: int,
-    stop: int,
-    dtype: SourceDtype,
-    tensors: Sequence[int] | None = None,
-) -> list[Run]:
-    """kv_path host: the writes that put `to_linear(…, start, stop, tensors)` into the lease's receive buffer."""
-    if stop > prompt_tokens:
-        raise ValueError(f"token range [{start}, {stop}) goes past the prompt's {prompt_tokens} tokens")
-    row = geometry.num_kv_heads * geometry.head_dim * ITEM_BYTES[dtype]
-    padded, rows = -(-prompt_tokens // TILE) * TILE, -(-stop // TILE) * TILE - start
-    chosen = np.asarray(all_tensors(geometry, tensors), np.int64)
-    remote = staging_offset + (chosen * padded + start) * row
-    return merge(np.zeros_like(remote), remote, rows * row)
+def linear_bytes(geometry: KVGeometry, dtype: SourceDtype, start: int, stop: int, num_tensors: int) -> int:
+    """kv_path host: bytes of a piece, tokens [start, stop) of so many tensors, in its slot."""
+    return (-(-stop // TILE) - start // TILE) * linear_row_bytes(geometry, dtype) * num_tensors
+
+
+def contiguous_bytes(geometry: KVGeometry, prompt_tokens: int) -> int:
+    """kv_path contiguous: bytes of one lease's receive buffer."""
+    tiles = -(-prompt_tokens // TILE) * geometry.num_kv_heads * (geometry.head_dim // TILE)
+    return geometry.num_tensors * tiles * geometry.page_bytes
 
 
 def plan_contiguous(

@@ -19,10 +19,10 @@ from transport.geometry.floats import ITEM_BYTES, SourceDtype
 from transport.geometry.kv import FACE, TILE, KVGeometry
 from transport.geometry.pages import PageLayout
 from transport.geometry.plan import all_tensors, staging_size
-from transport.geometry.units import units_in_range
+from transport.geometry.units import Units, units_in_range
 from transport.kernels.faces import Load
 from transport.kernels.native import Variant, kernel
-from transport.kernels.source import LINE, Source, address, aligned_bytes, linear_source
+from transport.kernels.source import LINE, Source, address, aligned_bytes, check_linear
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -42,13 +42,7 @@ def transform_into(
     """As `reference.transform_into`; also ValueError where channel memory ends before the tensors do."""
     chosen = all_tensors(geometry, tensors)
     units = units_in_range(geometry, dst_blocks, start, stop)
-    job = _Job(geometry, source, src_blocks, start, stop)
-    memory = _channel_addresses(channels, bases, geometry)
-    first = memory[units.channels] + units.slots * units.unit_bytes
-    aligned = not np.any(memory % LINE) and not any(bases[t] % LINE for t in chosen)
-    targets = _Targets(first, shifts=[bases[tensor] for tensor in chosen], row_stride=_gpu_row_bytes(geometry))
-    job.run(chosen, targets, aligned)
-    return staging_size(units, len(chosen))
+    return _into(_source_job(geometry, source, src_blocks, start, stop), channels, bases, geometry, units, chosen)
 
 
 def transform(
@@ -64,17 +58,8 @@ def transform(
     """As `reference.transform`, into the buffer that `allocate(num_bytes)` gives."""
     chosen = all_tensors(geometry, tensors)
     units = units_in_range(geometry, dst_blocks, start, stop)
-    job = _Job(geometry, source, src_blocks, start, stop)
-    staging = (allocate or aligned_bytes)(staging_size(units, len(chosen)))
-    first, step = units.staging_positions(len(chosen))
-    targets = _Targets(
-        address(staging) + first * units.unit_bytes,
-        places=range(len(chosen)),
-        steps=step * units.unit_bytes,
-        row_stride=_gpu_row_bytes(geometry),
-    )
-    job.run(chosen, targets, aligned=True)
-    return staging
+    job = _source_job(geometry, source, src_blocks, start, stop)
+    return _staged(job, geometry, units, chosen, allocate)
 
 
 def to_linear(
@@ -88,7 +73,7 @@ def to_linear(
 ) -> Bytes:
     """As `reference.to_linear`, into the buffer that `allocate(num_bytes)` gives."""
     chosen = all_tensors(geometry, tensors)
-    job = _Job(geometry, source, src_blocks, start, stop)
+    job = _source_job(geometry, source, src_blocks, start, stop)
     head_bytes = geometry.head_dim * ITEM_BYTES[source.layout.dtype]
     row_bytes = geometry.num_kv_heads * head_bytes
     tensor_bytes = job.tiles * TILE * row_bytes
@@ -107,18 +92,73 @@ def from_linear(
     dst_blocks: Sequence[int],
     linear: Bytes,
     dtype: SourceDtype,
-    prompt_tokens: int,
-    start: int = 0,
+    start: int,
+    stop: int,
+    tensors: Sequence[int] | None = None,
 ) -> int:
     """As `reference.from_linear`."""
-    source = linear_source(geometry, linear, dtype, prompt_tokens)
-    return transform_into(channels, bases, geometry, dst_blocks, source, [0], start, prompt_tokens)
+    chosen = all_tensors(geometry, tensors)
+    units = units_in_range(geometry, dst_blocks, start, stop)
+    return _into(_linear_job(geometry, linear, dtype, start, stop, chosen), channels, bases, geometry, units, chosen)
+
+
+def tile_linear(
+    geometry: KVGeometry,
+    dst_blocks: Sequence[int],
+    linear: Bytes,
+    dtype: SourceDtype,
+    start: int,
+    stop: int,
+    tensors: Sequence[int] | None = None,
+    allocate: Callable[[int], Bytes] | None = None,
+) -> Bytes:
+    """As `reference.tile_linear`, into the buffer that `allocate(num_bytes)` gives."""
+    chosen = all_tensors(geometry, tensors)
+    units = units_in_range(geometry, dst_blocks, start, stop)
+    return _staged(_linear_job(geometry, linear, dtype, start, stop, chosen), geometry, units, chosen, allocate)
 
 
 def prepare(geometry: KVGeometry, layout: PageLayout) -> None:
     """Compile what transforms between the two need (up to a second), so that no request waits for it."""
     for v in (False, True):
         kernel(_variant(geometry, layout, v, aligned=True))
+
+
+def _into(
+    job: _Job,
+    channels: Sequence[Bytes],
+    bases: Sequence[int],
+    geometry: KVGeometry,
+    units: Units,
+    chosen: Sequence[int],
+) -> int:
+    """Run a job into channel memory → bytes written."""
+    memory = _channel_addresses(channels, bases, geometry)
+    first = memory[units.channels] + units.slots * units.unit_bytes
+    aligned = not np.any(memory % LINE) and not any(bases[t] % LINE for t in chosen)
+    targets = _Targets(first, shifts=[bases[tensor] for tensor in chosen], row_stride=_gpu_row_bytes(geometry))
+    job.run(chosen, targets, aligned)
+    return staging_size(units, len(chosen))
+
+
+def _staged(
+    job: _Job,
+    geometry: KVGeometry,
+    units: Units,
+    chosen: Sequence[int],
+    allocate: Callable[[int], Bytes] | None,
+) -> Bytes:
+    """Run a job into a buffer in staging order."""
+    staging = (allocate or aligned_bytes)(staging_size(units, len(chosen)))
+    first, step = units.staging_positions(len(chosen))
+    targets = _Targets(
+        address(staging) + first * units.unit_bytes,
+        places=range(len(chosen)),
+        steps=step * units.unit_bytes,
+        row_stride=_gpu_row_bytes(geometry),
+    )
+    job.run(chosen, targets, aligned=True)
+    return staging
 
 
 def _channel_addresses(channels: Sequence[Bytes], bases: Sequence[int], geometry: KVGeometry) -> Ints:
@@ -172,27 +212,39 @@ def _side(layout: PageLayout, v: bool) -> _Side:
 
 
 class _Job:
-    """One token range of one source, ready to run for any of its tensors."""
+    """One token range of one source, ready to run for any of its tensors.
 
-    def __init__(self, geometry: KVGeometry, source: Source, src_blocks: Sequence[int], start: int, stop: int) -> None:
-        self._geometry, self._source = geometry, source
-        layout = source.layout
-        table = source.table(geometry, src_blocks, start, stop)
+    `starts(tensors)`: int64, the address of each tensor's first block. Token t lies in row `t % layout.block_size` of
+    block `table[t // layout.block_size]`, `block_bytes` each, once `origin` is taken off all tokens.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        layout: PageLayout,
+        starts: Callable[[Sequence[int]], Ints],
+        table: Ints,
+        block_bytes: int,
+        start: int,
+        stop: int,
+        origin: int = 0,
+    ) -> None:
+        self._geometry, self._layout, self._starts = geometry, layout, starts
         self.tiles = -(-stop // TILE) - start // TILE
         token = np.arange(start, start + self.tiles * TILE, FACE)
         self._valid = np.minimum(np.maximum(stop - token, 0), FACE)
-        index, self._rows = np.divmod(token, layout.block_size)
-        self._blocks = table[np.minimum(index, len(table) - 1)] * (layout.block_elements * ITEM_BYTES[layout.dtype])
+        index, self._rows = np.divmod(token - origin, layout.block_size)
+        self._blocks = table[np.minimum(index, len(table) - 1)] * block_bytes
         self._sides = (_side(layout, False), _side(layout, True))
 
     def run(self, chosen: Sequence[int], targets: _Targets, aligned: bool) -> None:
         """Write tensors in the pool's layout."""
-        geometry, layout = self._geometry, self._source.layout
+        geometry, layout = self._geometry, self._layout
         self._run(chosen, targets, [_variant(geometry, layout, v, aligned) for v in (False, True)])
 
     def copy_rows(self, chosen: Sequence[int], targets: _Targets) -> None:
         """Write tensors row-major, elements as they are."""
-        layout = self._source.layout
+        layout = self._layout
         bits: Literal["float32", "bfloat16"] = "float32" if layout.dtype == "float32" else "bfloat16"
         variants = [Variant(_load(layout, v), False, bits, bits, rows=True, streaming=True) for v in (False, True)]
         self._run(chosen, targets, variants)
@@ -210,12 +262,11 @@ class _Job:
     def _call(
         self, variant: Variant, side: _Side, mine: Sequence[int], chosen: Sequence[int], targets: _Targets
     ) -> None:
-        source, geometry = self._source, self._geometry
+        geometry = self._geometry
         zeros = [0] * len(chosen)
         shifts, places = targets.shifts or zeros, targets.places or zeros
-        layers = source.addresses[[chosen[i] // 2 for i in mine]]
         parts = (
-            layers + [self._sides[chosen[i] % 2].start for i in mine],
+            self._starts([chosen[i] for i in mine]),
             self._blocks + side.rows[self._rows],
             self._valid,
             targets.units.reshape(-1),
@@ -235,6 +286,35 @@ class _Job:
             geometry.head_dim,
             targets.row_stride,
         )
+
+
+def _source_job(geometry: KVGeometry, source: Source, src_blocks: Sequence[int], start: int, stop: int) -> _Job:
+    """Tokens [start, stop) out of the engine's pages."""
+    layout = source.layout
+    table = source.table(geometry, src_blocks, start, stop)
+    sides = (_side(layout, False).start, _side(layout, True).start)
+
+    def starts(tensors: Sequence[int]) -> Ints:
+        return source.addresses[[t // 2 for t in tensors]] + np.asarray([sides[t % 2] for t in tensors], np.int64)
+
+    return _Job(geometry, layout, starts, table, layout.block_elements * ITEM_BYTES[layout.dtype], start, stop)
+
+
+def _linear_job(
+    geometry: KVGeometry, linear: Bytes, dtype: SourceDtype, start: int, stop: int, chosen: Sequence[int]
+) -> _Job:
+    """Tokens [start, stop) out of `to_linear`'s buffer of these tensors: one tile row after the other is a block."""
+    tensor_bytes = check_linear(geometry, linear, dtype, start, stop, len(chosen))
+    layout = PageLayout(geometry.num_kv_heads, geometry.head_dim, TILE, packing="linear", dtype=dtype)
+    row_bytes = geometry.num_kv_heads * geometry.head_dim * ITEM_BYTES[dtype]
+    first = linear.ctypes.data
+    place = {tensor: first + i * tensor_bytes for i, tensor in enumerate(chosen)}
+
+    def starts(tensors: Sequence[int]) -> Ints:
+        return np.asarray([place[tensor] for tensor in tensors], np.int64)
+
+    table = np.arange(tensor_bytes // (TILE * row_bytes))
+    return _Job(geometry, layout, starts, table, TILE * row_bytes, start, stop, origin=start)
 
 
 def _gpu_row_bytes(geometry: KVGeometry) -> int:

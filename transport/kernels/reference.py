@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from transport.geometry.floats import SourceDtype
+from transport.geometry.floats import SourceDtype, storage_dtype
 from transport.geometry.kv import TILE, KVGeometry
 from transport.geometry.plan import all_tensors, staging_size
 from transport.geometry.rope import inverse, permutation
 from transport.geometry.tiles import decode, encode, from_faces, to_faces
-from transport.geometry.units import unit_bytes, units_in_range
-from transport.kernels.source import Source, linear_source
+from transport.geometry.units import Units, unit_bytes, units_in_range
+from transport.kernels.source import Source, check_linear
 
 Array = npt.NDArray[np.generic]
 Bytes = npt.NDArray[np.uint8]
@@ -40,12 +40,8 @@ def transform_into(
     """
     chosen = all_tensors(geometry, tensors)
     units = units_in_range(geometry, dst_blocks, start, stop)
-    targets = list(zip(units.channels.reshape(-1).tolist(), units.slots.reshape(-1).tolist(), strict=True))
     for tensor in chosen:
-        data = _encoded(geometry, source, src_blocks, start, stop, tensor)
-        for (channel, slot), unit in zip(targets, data, strict=True):
-            offset = bases[tensor] + slot * units.unit_bytes
-            channels[channel][offset : offset + units.unit_bytes] = unit
+        _store(channels, bases[tensor], units, _encoded(geometry, source, src_blocks, start, stop, tensor))
     return staging_size(units, len(chosen))
 
 
@@ -66,11 +62,7 @@ def transform(
     """
     chosen = all_tensors(geometry, tensors)
     units = units_in_range(geometry, dst_blocks, start, stop)
-    staging = np.empty((staging_size(units, len(chosen)) // units.unit_bytes, units.unit_bytes), np.uint8)
-    first, step = units.staging_positions(len(chosen))
-    for i, tensor in enumerate(chosen):
-        staging[(first + i * step).reshape(-1)] = _encoded(geometry, source, src_blocks, start, stop, tensor)
-    return staging.reshape(-1)
+    return _staged(units, [_encoded(geometry, source, src_blocks, start, stop, tensor) for tensor in chosen])
 
 
 def to_linear(
@@ -95,23 +87,35 @@ def from_linear(
     dst_blocks: Sequence[int],
     linear: Bytes,
     dtype: SourceDtype,
-    prompt_tokens: int,
-    start: int = 0,
+    start: int,
+    stop: int,
+    tensors: Sequence[int] | None = None,
 ) -> int:
-    """Re-layout: linear staging `[2L, T32, H, D]` of a whole prompt (kv_path host) → channels, from token `start`.
+    """Re-layout: a buffer that begins as `to_linear(…, start, stop, tensors)` → channels.
 
-    Returns bytes written. Raises ValueError where staging or blocks are too short.
+    Leaves what `transform_into` of the same range would have written, and returns its bytes. Raises ValueError where
+    the buffer or the blocks are too short.
     """
-    return transform_into(
-        channels,
-        bases,
-        geometry,
-        dst_blocks,
-        linear_source(geometry, linear, dtype, prompt_tokens),
-        [0],
-        start,
-        prompt_tokens,
-    )
+    chosen = all_tensors(geometry, tensors)
+    units = units_in_range(geometry, dst_blocks, start, stop)
+    for tensor, data in zip(chosen, _encoded_linear(geometry, linear, dtype, start, stop, chosen), strict=True):
+        _store(channels, bases[tensor], units, data)
+    return staging_size(units, len(chosen))
+
+
+def tile_linear(
+    geometry: KVGeometry,
+    dst_blocks: Sequence[int],
+    linear: Bytes,
+    dtype: SourceDtype,
+    start: int,
+    stop: int,
+    tensors: Sequence[int] | None = None,
+) -> Bytes:
+    """As `from_linear`, into the buffer that `transform` would have made: for channels that cannot be addressed."""
+    chosen = all_tensors(geometry, tensors)
+    units = units_in_range(geometry, dst_blocks, start, stop)
+    return _staged(units, _encoded_linear(geometry, linear, dtype, start, stop, chosen))
 
 
 def read_kv(
@@ -150,18 +154,50 @@ def _encoded(
     geometry: KVGeometry, source: Source, src_blocks: Sequence[int], start: int, stop: int, tensor: int
 ) -> Bytes:
     """uint8 [units, unit_bytes] of one tensor, units in [token tile, head, column] order."""
-    layout = source.layout
     rows = _gather(source, source.table(geometry, src_blocks, start, stop), start, stop, tensor)
+    return _tiled(geometry, rows, source.layout.dtype, tensor)
+
+
+def _encoded_linear(
+    geometry: KVGeometry, linear: Bytes, dtype: SourceDtype, start: int, stop: int, chosen: Sequence[int]
+) -> list[Bytes]:
+    """The same of each tensor of a linear buffer; what it holds past `stop` does not count."""
+    length = len(chosen) * check_linear(geometry, linear, dtype, start, stop, len(chosen))
+    shape = (len(chosen), -1, geometry.num_kv_heads, geometry.head_dim)
+    tensors = linear[:length].view(storage_dtype(dtype)).reshape(shape).copy()
+    tensors[:, stop - start :] = 0
+    return [_tiled(geometry, rows, dtype, tensor) for tensor, rows in zip(chosen, tensors, strict=True)]
+
+
+def _tiled(geometry: KVGeometry, rows: Array, dtype: SourceDtype, tensor: int) -> Bytes:
+    """[T32, H, D] in storage dtype → uint8 [units, unit_bytes]."""
     if tensor % 2 == 0:
         rows = rows[..., permutation(geometry.head_dim, geometry.rope)]
     heads, dims = geometry.num_kv_heads, geometry.head_dim
     tiles = rows.reshape(-1, TILE, heads, dims // TILE, TILE).transpose(0, 2, 3, 1, 4)
-    data = encode(tiles, layout.dtype, geometry.dtype)
+    data = encode(tiles, dtype, geometry.dtype)
     if geometry.layout == "gpu":
         item = geometry.page_bytes // TILE**2
         elements = from_faces(data.view(f"V{item}").reshape(*tiles.shape[:3], 4, 16, 16))
         data = np.ascontiguousarray(elements.swapaxes(-3, -2)).view(np.uint8)
     return data.reshape(-1, unit_bytes(geometry))
+
+
+def _store(channels: Sequence[Bytes], base: int, units: Units, data: Bytes) -> None:
+    """Units of one tensor to their places."""
+    targets = zip(units.channels.reshape(-1).tolist(), units.slots.reshape(-1).tolist(), strict=True)
+    for (channel, slot), unit in zip(targets, data, strict=True):
+        offset = base + slot * units.unit_bytes
+        channels[channel][offset : offset + units.unit_bytes] = unit
+
+
+def _staged(units: Units, tensors: Sequence[Bytes]) -> Bytes:
+    """Units of several tensors in staging order → uint8 [n]."""
+    staging = np.empty((units.size * len(tensors), units.unit_bytes), np.uint8)
+    first, step = units.staging_positions(len(tensors))
+    for i, data in enumerate(tensors):
+        staging[(first + i * step).reshape(-1)] = data
+    return staging.reshape(-1)
 
 
 def _rows(geometry: KVGeometry, data: Bytes) -> npt.NDArray[np.float32]:

@@ -74,19 +74,20 @@ def aligned_bytes(length: int) -> npt.NDArray[np.uint8]:
     return memory[skip : skip + length]
 
 
-def linear_source(
-    geometry: KVGeometry, linear: npt.NDArray[np.uint8], dtype: SourceDtype, prompt_tokens: int
-) -> Source:
-    """Linear staging `[2L, T32, H, D]` (uint8, at least its bytes) as a source of one block, block table [0].
+def check_linear(
+    geometry: KVGeometry, linear: npt.NDArray[np.uint8], dtype: SourceDtype, start: int, stop: int, num_tensors: int
+) -> int:
+    """Bytes of one tensor in `to_linear`'s buffer of tokens [start, stop).
 
-    Raises ValueError where the buffer is too short for the prompt.
+    Raises ValueError where `linear` (uint8) is too short for so many tensors, or not contiguous.
     """
-    padded = -(-prompt_tokens // TILE) * TILE
-    elements = padded * geometry.num_kv_heads * geometry.head_dim
-    length = geometry.num_tensors * elements * ITEM_BYTES[dtype]
-    if linear.size < length:
-        raise ValueError(f"linear staging has {linear.size} bytes, {prompt_tokens} tokens need {length}")
-    layers = linear[:length].view(storage_dtype(dtype)).reshape(geometry.num_layers, 2 * elements)
-    return Source(
-        list(layers), PageLayout(geometry.num_kv_heads, geometry.head_dim, padded, packing="linear", dtype=dtype)
-    )
+    rows = -(-stop // TILE) * TILE - start
+    tensor_bytes = rows * geometry.num_kv_heads * geometry.head_dim * ITEM_BYTES[dtype]
+    if linear.dtype != np.uint8 or linear.ndim != 1 or not linear.flags.c_contiguous:
+        raise ValueError("linear staging must be contiguous uint8 [n]")
+    if linear.size < num_tensors * tensor_bytes:
+        raise ValueError(
+            f"linear staging has {linear.size} bytes, {num_tensors} tensors of {rows} rows need "
+            f"{num_tensors * tensor_bytes}"
+        )
+    return tensor_bytes

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -18,7 +18,7 @@ from decode_worker.npu.emulated import EmulatedNpu
 from decode_worker.pool import KVPool
 from decode_worker.worker import DecodeWorker, WorkerLimits
 from transport import prefix
-from transport.backends.base import ReceiverEvents
+from transport.backends.base import Receiver, ReceiverEvents
 from transport.errors import WorkerLost
 from transport.geometry import KVGeometry
 from transport.messages import (
@@ -50,6 +50,7 @@ class FakeReceiver:
         self.slots = 1 << 30
         self.open: dict[str, Writer] = {}
         self.acknowledged: list[str] = []
+        self.emptied: Counter[str] = Counter()
         self.hold = False
         self.fail_fences = 0
         self._released = asyncio.Event()
@@ -64,6 +65,9 @@ class FakeReceiver:
             raise WorkerLost(f"{writer.worker} is not connected")
         self.open[lease_id] = writer
         return len(self.open)
+
+    def drained(self, lease_id: str) -> None:
+        self.emptied[lease_id] += 1
 
     def acknowledge(self, lease_id: str) -> None:
         del self.open[lease_id]
@@ -193,20 +197,32 @@ class Bench:
         channels: int = 8,
         kv_path: str = "hawk",
         staging_size: int = 1 << 20,
+        slot_bytes: int = 1 << 16,
+        checksum: bool = False,
+        device: EmulatedNpu | None = None,
         model: ModelInfo = MODEL,
+        make_receiver: Callable[[KVPool, ReceiverEvents], Receiver] | None = None,
+        address: str = "/nowhere",
     ) -> None:
         self.geometry = KVGeometry(1, 1, 32, BLOCK, num_blocks, channels, "float32")
-        self.device = EmulatedNpu(channels, 8 << 20)
+        self.device = device or EmulatedNpu(channels, 8 << 20)
         self.pool = KVPool(
-            self.device, self.geometry, kv_path=kv_path, staging_size=staging_size, source_dtype="float32"
+            self.device,
+            self.geometry,
+            kv_path=kv_path,
+            staging_size=staging_size,
+            source_dtype="float32",
+            slot_bytes=slot_bytes,
+            checksum=checksum,
         )
-        self.engine = ScriptedEngine(self.device.host_channels(), self.geometry, self.pool.bases, MODEL.vocab_size)
+        memory = EmulatedNpu.host_channels(self.device)  # whatever the device says: the engine is the test's own
+        self.engine = ScriptedEngine(memory, self.geometry, self.pool.bases, MODEL.vocab_size)
         self.receiver = FakeReceiver()
         self.registry = CollectorRegistry()
         self.events: deque[ReceiverEvents] = deque()
 
-        def make_receiver(events: ReceiverEvents) -> FakeReceiver:
-            return self.receiver
+        def receiver(events: ReceiverEvents) -> Receiver:
+            return self.receiver if make_receiver is None else make_receiver(self.pool, events)
 
         self.worker = DecodeWorker(
             name="d0",
@@ -215,8 +231,8 @@ class Bench:
             eos_ids=frozenset(eos),
             pool=self.pool,
             engine=self.engine,
-            endpoint=Endpoint(backend="shm", address="/nowhere"),
-            make_receiver=make_receiver,
+            endpoint=Endpoint(backend="shm", address=address),
+            make_receiver=receiver,
             metrics=DecodeMetrics(self.registry),
             limits=WorkerLimits(
                 max_batch=max_batch,

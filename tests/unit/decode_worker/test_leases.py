@@ -288,10 +288,10 @@ async def test_an_unconnected_writer_is_refused_and_holds_nothing() -> None:
 
 
 async def test_full_staging_is_overloaded_and_comes_back() -> None:
-    leases, _, _, _ = table(staging=StagingArea(4096), staging_bytes=lambda tokens: 64 * tokens)
+    leases, _, _, _ = table(staging=StagingArea(4096), staging_room=lambda tokens, resident: (2, 32 * tokens))
     router = Router()
     first = leases.reserve(router, reserve("a", list(range(40))))
-    assert first.staging_offset == 0
+    assert (first.staging_offset, first.staging_slots, first.staging_slot_bytes) == (0, 2, 32 * 40)
     with pytest.raises(Overloaded, match="staging buffer full"):
         leases.reserve(router, reserve("b", list(range(40))))
     assert leases.blocks.held == len(first.block_ids)

@@ -30,7 +30,7 @@ class Leases(RuleBasedStateMachine):
 
     async def set_up(self) -> None:
         self.leases, self.receiver, self.clock, _ = table(
-            TOTAL, staging=StagingArea(64 * 1024), staging_bytes=lambda tokens: 256 * tokens
+            TOTAL, staging=StagingArea(64 * 1024), staging_room=lambda tokens, resident: (3, 86 * tokens)
         )
         self.routers = [Router(), Router()]
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import numpy as np
 import pytest
 from decode_fakes import BLOCK, ROOT, WRITER, Bench, Router, statuses
 
-from decode_worker.engines.scripted import continuation, row_value
+from decode_worker.engines.scripted import continuation
 from decode_worker.lease import LeaseLimits, LeaseState
 from transport import prefix
 from transport.errors import EngineFailed, LeaseRevoked, Overloaded, ProtocolError
-from transport.geometry.pages import PageLayout
-from transport.geometry.staging import execute, plan_contiguous, plan_linear
-from transport.kernels.reference import to_linear, transform
-from transport.kernels.source import Source
 from transport.messages import Cancel, Failed, Ping, Prefilled, ResidentBlocks
 
 PROMPT = [3, 1, 4, 1, 5] * 8
@@ -263,81 +258,3 @@ async def test_messages_that_are_not_for_a_decode_worker_are_refused() -> None:
         with pytest.raises(ProtocolError, match="outside the vocabulary"):
             await bench.decode(router, lease, "r", 97)
         await bench.idle()
-
-
-# ---- the other KV paths
-
-
-def pages_of(bench: Bench, prompt: list[int]) -> tuple[Source, list[int]]:
-    """The prompt's KV as a prefill worker has it: what the scripted engine would have stored, in GPU pages."""
-    layout = PageLayout(1, 32, 16, "LBHNC", "plain", "float32")
-    count = -(-len(prompt) // 16)
-    pages = np.zeros((count, 1, 16, 64), np.float32)
-    for position, token in enumerate(prompt):
-        pages[position // 16, 0, position % 16, 0] = row_value(token, position)
-    return Source([pages], layout), list(range(count))
-
-
-@pytest.mark.parametrize("kv_path", ["host", "contiguous"])
-@pytest.mark.parametrize("length", [5, 64, 100])
-async def test_staged_kv_is_laid_out_before_decode(kv_path: str, length: int) -> None:
-    prompt = [(3 * i) % 90 for i in range(length)]
-    async with Bench(kv_path=kv_path, channels=7) as bench:
-        router = await bench.router()
-        for name in ("first", "again"):  # the second finds whole blocks resident
-            lease = await bench.reserve(router, name, prompt)
-            start = lease.resident_tokens
-            assert start == (0 if name == "first" else length // BLOCK * BLOCK)
-            if start < length:
-                source, blocks = pages_of(bench, prompt)
-                if kv_path == "host":
-                    staging = to_linear(source, bench.geometry, blocks, start, length)
-                    runs = plan_linear(bench.geometry, lease.staging_offset, length, start, length, "float32")
-                else:
-                    staging = transform(bench.geometry, lease.block_ids, source, blocks, start, length)
-                    runs = plan_contiguous(
-                        bench.geometry, lease.staging_offset, lease.block_ids, length, start, start, length
-                    )
-                execute([bench.pool._staging_memory], staging, runs)
-            bench.worker.landed(lease.id)
-            await bench.decode(router, lease, name, 5)
-            assert await router.ended(name) == "length"
-            assert router.tokens(name) == continuation(prompt, 5, 7)
-        await bench.idle()
-        assert bench.pool.staging.free == bench.pool.staging.size
-
-
-async def test_a_cancel_during_the_re_layout_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Bench(kv_path="host") as bench:
-        gate, entered = threading.Event(), threading.Event()
-
-        def slow(*arguments) -> None:
-            entered.set()
-            gate.wait(5)
-
-        monkeypatch.setattr(bench.pool, "relayout", slow)
-        router = await bench.router()
-        lease = await bench.reserve(router, "r", PROMPT)
-        bench.worker.landed(lease.id)
-        await asyncio.get_running_loop().run_in_executor(None, entered.wait, 5)
-        await bench.worker.on_message(router, Cancel(request_id="r"))
-        assert bench.pool.blocks.held == len(lease.block_ids)
-        gate.set()
-        await bench.idle()
-        assert bench.pool.blocks.held == 0
-        assert bench.pool.staging.free == bench.pool.staging.size
-
-
-async def test_a_re_layout_that_fails_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Bench(kv_path="host") as bench:
-
-        def broken(*arguments) -> None:
-            raise ValueError("no such block")
-
-        monkeypatch.setattr(bench.pool, "relayout", broken)
-        router = await bench.router()
-        lease = await bench.reserve(router, "r", PROMPT)
-        bench.worker.landed(lease.id)
-        assert await router.ended("r") == "internal_error"
-        await bench.idle()
-        assert bench.worker.ready() is None

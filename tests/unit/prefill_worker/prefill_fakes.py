@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -158,6 +159,7 @@ class MemoryPool:
         self.prepare: Callable[[MemoryLease], None] = lambda lease: None
         self.opened = threading.Event()
         self.alive = True
+        self.counters: Counter[str] = Counter()
 
     def open(self, lease: Lease) -> MemoryLease:
         writer = self.leases[lease.id] = MemoryLease(self, lease)

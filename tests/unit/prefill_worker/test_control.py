@@ -22,7 +22,15 @@ from prefill_worker.control.service_end import ServiceEnd
 from transport.errors import EngineFailed, ProtocolError
 from transport.messages import Cancel, Message, OpenPool, Pushed
 
-START = Start(token="t", writer=WRITER, fingerprint="f", hold_ttl_s=1, push_chunk_bytes=1, push_threads=1)
+START = Start(
+    token="t",
+    writer=WRITER,
+    fingerprint="f",
+    hold_ttl_s=1,
+    push_chunk_bytes=1,
+    push_threads=1,
+    push_staging_bytes=1,
+)
 
 
 class Engine:

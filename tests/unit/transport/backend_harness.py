@@ -108,16 +108,12 @@ class Backend:
         receiver = self.receiver(name, generation, token, regions, events, slots)
         self._receivers.append(receiver)
         await receiver.start()
-        endpoint = Endpoint(backend=self.name, address=self.address(receiver, name))
-        description = describe(name, generation, [region for region, _, _ in regions], endpoint)
+        description = describe(name, generation, [region for region, _, _ in regions], receiver.endpoint)
         return Pool(receiver, description, memory, events)
 
     def receiver(
         self, name: str, generation: str, token: str, regions: list[Handed], events: Events, slots: int
     ) -> Receiver:
-        raise NotImplementedError
-
-    def address(self, receiver: Receiver, name: str) -> str:
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -135,10 +131,8 @@ class ShmBackend(Backend):
     def receiver(
         self, name: str, generation: str, token: str, regions: list[Handed], events: Events, slots: int
     ) -> Receiver:
-        return ShmReceiver(name, generation, token, regions, events, self.address(None, name), slots=slots)
-
-    def address(self, receiver: Receiver | None, name: str) -> str:
-        return str(self._directory / f"{name}.sock")
+        path = str(self._directory / f"{name}.sock")
+        return ShmReceiver(name, generation, token, regions, events, path, slots=slots)
 
 
 class VerbsBackend(Backend):
@@ -155,9 +149,6 @@ class VerbsBackend(Backend):
         receiver = VerbsReceiver(name, generation, token, regions, events, port=self._port, slots=slots)
         self._port = int(receiver.address.rpartition(":")[2])
         return receiver
-
-    def address(self, receiver: Receiver, name: str) -> str:
-        return receiver.address  # type: ignore[attr-defined]
 
 
 BACKENDS: dict[str, type[Backend]] = {"shm": ShmBackend}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transport.geometry import KVGeometry
 from transport.geometry.pages import PageLayout
 from transport.geometry.rope import permutation
-from transport.geometry.staging import staging_bytes
+from transport.geometry.staging import linear_bytes
 from transport.geometry.tiles import decode, encode
 from transport.kernels import cpu, reference
 from transport.kernels.source import Source
@@ -108,16 +108,34 @@ def test_rows_past_the_prompt_in_the_last_tile_are_zero(kernel: ModuleType, case
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(case=cases(), data=st.data())
-def test_relayout_of_linear_staging_equals_the_direct_path(kernel: ModuleType, case: Case, data: st.DataObject) -> None:
+def test_relayout_of_a_linear_piece_equals_the_direct_path(kernel: ModuleType, case: Case, data: st.DataObject) -> None:
     pool, dtype = case.geometry, case.source.layout.dtype
-    linear = kernel.to_linear(case.source, pool, case.src_blocks, 0, case.tokens)
-    assert linear.size == staging_bytes(pool, "host", case.tokens, dtype)
-    start = 32 * data.draw(st.integers(0, (case.tokens - 1) // 32))
+    start, stop = data.draw(st.sampled_from(data.draw(splits(case.tokens))))
+    tensors = data.draw(st.lists(st.sampled_from(range(pool.num_tensors)), min_size=1, unique=True))
+    linear = kernel.to_linear(case.source, pool, case.src_blocks, start, stop, tensors)
+    assert linear.size == linear_bytes(pool, dtype, start, stop, len(tensors))
+    slot = np.concatenate([linear, np.full(64, POISON, np.uint8)])  # a slot may be longer than the piece in it
+    piece = (slot, dtype, start, stop, tensors)
+    channels, expected = case.poisoned(), case.poisoned()
+    written = kernel.from_linear(channels, case.bases, pool, case.dst_blocks, *piece)
+    assert written == reference.transform_into(expected, case.bases, *case.arguments(start, stop), tensors)
+    assert same(channels, expected)
+    tiled = kernel.tile_linear(pool, case.dst_blocks, *piece)
+    assert np.array_equal(tiled, reference.transform(*case.arguments(start, stop), tensors))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_linear_piece_that_is_too_short_is_refused(kernel: ModuleType) -> None:
+    case = small_case()
+    linear = kernel.to_linear(case.source, case.geometry, case.src_blocks, 32, 100, [1, 2])
+    with pytest.raises(ValueError, match="has 49151 bytes, 2 tensors of 96 rows need 49152"):
+        kernel.tile_linear(case.geometry, case.dst_blocks, linear[:-1], "bfloat16", 32, 100, [1, 2])
     channels = case.poisoned()
-    kernel.from_linear(channels, case.bases, pool, case.dst_blocks, linear, dtype, case.tokens, start)
-    assert same(channels, write(reference, case, [(start, case.tokens)]))
+    with pytest.raises(ValueError, match="3 tensors"):
+        kernel.from_linear(channels, case.bases, case.geometry, case.dst_blocks, linear, "bfloat16", 32, 100, [1, 2, 3])
+    assert same(channels, case.poisoned())
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -12,7 +12,14 @@ from transport.backends.base import Run
 from transport.geometry import KVGeometry
 from transport.geometry.pages import PageLayout
 from transport.geometry.plan import plan
-from transport.geometry.staging import execute, plan_contiguous, plan_linear, scatter, staging_bytes
+from transport.geometry.staging import (
+    contiguous_bytes,
+    execute,
+    linear_bytes,
+    linear_row_bytes,
+    plan_contiguous,
+    scatter,
+)
 from transport.geometry.units import units_in_range
 from transport.kernels import reference
 
@@ -138,30 +145,12 @@ def test_blocks_and_tensors_that_do_not_exist_are_refused() -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(cases(), st.data())
-def test_linear_staging_filled_chunk_by_chunk_is_the_whole_prompt(case: Case, data: st.DataObject) -> None:
-    pool, dtype = case.geometry, case.source.layout.dtype
-    length = staging_bytes(pool, "host", case.tokens, dtype)
-    receive = poison(length + 128)
-    for start, stop in data.draw(splits(case.tokens)):
-        chunk = reference.to_linear(case.source, pool, case.src_blocks, start, stop)
-        execute([receive], chunk, plan_linear(pool, 64, case.tokens, start, stop, dtype))
-    assert (receive[:64] == POISON).all()
-    assert (receive[64 + length :] == POISON).all()
-    channels, expected = case.poisoned(), case.poisoned()
-    reference.from_linear(channels, case.bases, pool, case.dst_blocks, receive[64:], dtype, case.tokens)
-    reference.transform_into(expected, case.bases, *case.arguments(0, case.tokens))
-    for got, want in zip(channels, expected, strict=True):
-        assert np.array_equal(got, want)
-
-
-@settings(deadline=None, max_examples=50)
 @given(cases(layouts=("npu",)), st.data())
 def test_contiguous_staging_filled_chunk_by_chunk_is_the_whole_lease(case: Case, data: st.DataObject) -> None:
     pool = case.geometry
     blocks = data.draw(st.integers(0, (case.tokens - 1) // pool.block_size))
     resident = blocks * pool.block_size
-    length = staging_bytes(pool, "contiguous", case.tokens, case.source.layout.dtype)
+    length = contiguous_bytes(pool, case.tokens)
     receive = poison(length + 64)
     for start, stop in data.draw(splits(case.tokens - resident)):
         for tensors in ([0], list(range(1, pool.num_tensors))):
@@ -181,15 +170,13 @@ def test_contiguous_staging_filled_chunk_by_chunk_is_the_whole_lease(case: Case,
 
 def test_staging_sizes() -> None:
     pool = KVGeometry(2, 3, 64, 32, 8, 7, "bfp8_b")
-    assert staging_bytes(pool, "hawk", 100, "bfloat16") == 0
-    assert staging_bytes(pool, "host", 100, "bfloat16") == 4 * 128 * 3 * 64 * 2
-    assert staging_bytes(pool, "contiguous", 100, "bfloat16") == 4 * 4 * 3 * 2 * 1088
+    assert linear_row_bytes(pool, "bfloat16") == 32 * 3 * 64 * 2
+    assert linear_bytes(pool, "bfloat16", 32, 100, 4) == 4 * 96 * 3 * 64 * 2
+    assert contiguous_bytes(pool, 100) == 4 * 4 * 3 * 2 * 1088
 
 
-def test_plans_for_staging_refuse_tokens_outside_the_lease() -> None:
+def test_the_plan_for_staging_refuses_tokens_outside_the_lease() -> None:
     case = build(KVGeometry(1, 1, 32, 32, 8, 2), PageLayout(1, 32, 32, dtype="float32"), 96)
-    with pytest.raises(ValueError, match="past the prompt"):
-        plan_linear(case.geometry, 0, 64, 32, 96, "float32")
     with pytest.raises(ValueError, match="outside the lease"):
         plan_contiguous(case.geometry, 0, case.dst_blocks, 96, 32, 0, 64)
 

@@ -10,7 +10,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from transport.backends.base import ReceiverEvents
 from transport.backends.link import packets
@@ -19,7 +19,7 @@ from transport.backends.link.framing import Framing
 from transport.backends.link.slots import Slots
 from transport.backends.link.tcp import tune
 from transport.errors import Overloaded, ProtocolError, WorkerLost
-from transport.messages import Region, Writer
+from transport.messages import Endpoint, Region, Writer
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class LinkReceiver(ABC):
     messages, and failures by cause (`refused_<code>`), for the metrics.
     """
 
-    backend: str
+    backend: Literal["shm", "verbs", "nixl"]
 
     def __init__(
         self,
@@ -79,10 +79,19 @@ class LinkReceiver(ABC):
     def make_slots(self, connection: Connection) -> Slots:
         """The slots of a writer that has proved the token."""
 
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where writers reach it, as the backend's `connect` takes it."""
+
     def shut(self) -> None:
         """Everything is closed: release what the backend holds."""
 
     # ---- Receiver protocol
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(backend=self.backend, address=self.address)
 
     async def start(self) -> None:
         """Listen. Raises ConfigurationError if the address cannot be had."""

@@ -52,6 +52,11 @@ class ShmReceiver(LinkReceiver):
             # A writer that shortened the memory would make this process fault.
             seal(fd, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
+    @property
+    def address(self) -> str:
+        """The path of the socket."""
+        return self._socket_path
+
     def listen(self) -> Listener:
         return Listener(self._socket_path)
 

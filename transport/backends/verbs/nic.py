@@ -15,7 +15,7 @@ from transport.backends.verbs import library
 from transport.backends.verbs.descriptors import create_with_descriptor
 from transport.backends.verbs.devices import Nic, open_device
 from transport.backends.verbs.memlock import memlock
-from transport.backends.verbs.sysfs import device_node
+from transport.backends.verbs.sysfs import device_node, is_software
 from transport.backends.verbs.write_chain import WriteChain
 from transport.errors import ConfigurationError, WorkerLost
 
@@ -85,6 +85,8 @@ class OpenNic:
     def __init__(self, nic: Nic) -> None:
         self.nic = nic
         self.library = lib = library.load()
+        self.software = is_software(nic.device)
+        """Soft-RoCE: no device behind it."""
         self.context, self.event_fd = create_with_descriptor(
             lambda: open_device(lib, nic.device, device_node(nic.device))
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections import deque
@@ -15,6 +16,8 @@ from transport.backends.verbs.nic import OpenNic, destroy
 from transport.backends.verbs.status import describe
 from transport.backends.verbs.write_chain import Write
 from transport.errors import ConfigurationError, Overloaded, PushFailed
+
+log = logging.getLogger(__name__)
 
 _HOPS = 64
 
@@ -63,10 +66,11 @@ class Options:
 class QueuePair:
     """An RC queue pair, created ready to be connected (INIT). Thread-safe; no call blocks.
 
-    `send_depth` and `receive_depth` are the most requests outstanding; both are booked in `completions`, because all
-    of them, also the unsignalled, complete when the queue pair fails; the room is free again at the first drain after
-    its end. `receives` says how many receives are posted, `room` how many requests may be posted. Raises Overloaded if the completion queue has no room,
-    ConfigurationError if the device has no such queue pair.
+    `send_depth` and `receive_depth` are the most requests outstanding. Both are booked in `completions`, because all
+    of them, also the unsignalled, complete when the queue pair fails; the room is free again at the first drain
+    after its end. `receives` says how many receives are posted, `room` how many requests may be posted.
+
+    Raises Overloaded if the completion queue has no room, ConfigurationError if the device has no such queue pair.
     """
 
     def __init__(
@@ -141,10 +145,10 @@ class QueuePair:
 
     @property
     def state(self) -> str:
-        """ "init", "rtr", "rts", "err" and so on, as the device says, or "closed"."""
+        """ "init", "rtr", "rts", "err" and so on, as the device says; "reset" and "closed" are for good."""
         with self._lock:
-            if self._qp is None:
-                return "closed"
+            if self._broken in (_RESET, _CLOSED):
+                return "reset" if self._broken == _RESET else "closed"
             enums = self.nic.library.enums
             names = {int(getattr(enums, f"IBV_QPS_{name}")): name.lower() for name in _STATES}
             attributes, _ = self._qp.query(enums.IBV_QP_STATE)
@@ -261,29 +265,45 @@ class QueuePair:
     def reset(self) -> None:
         """Cut the peer off: when this returns, the NIC executes no write for this queue pair any more. Idempotent.
 
-        It destroys the queue pair; make a new one, whose number and packet numbers no late packet has. Destroying is
-        the strictest of the three ways out of RTS. In ERR and in RESET what arrives is dropped without an answer, but
-        nothing says that a packet being executed at that moment is waited for. On Soft-RoCE (Linux 6.1) ERR waits for
-        nothing, and RESET for the responder's tasklet only, though the first packet after a pause is executed outside
-        it; destroying waits for both. mlx5's destroy has the NIC reset the queue pair first.
+        It cannot be connected again. Its number stays taken until `close`, so that no new queue pair hears a stale
+        writer that goes on. The writer's requests end with status 12 after its retries; what is outstanding here
+        never completes.
 
-        The peer's writes end with status 12 after its retries. What is outstanding here never completes.
+        Out of RTS, whatever arrives is dropped without an answer. The question is the packet being executed just
+        then. A NIC moves to RESET by a command that it answers when the queue pair has stopped (mlx5 destroys queue
+        pairs with that same command); ERR promises no such thing. Soft-RoCE (Linux 6.1) waits for nothing on the way
+        to ERR, and on the way to RESET for the responder's tasklet only, though the first packet after a pause is
+        executed outside it. Only destroying waits for both, so there it is destroyed; it gives numbers out in turn,
+        and comes back to this one after a million.
         """
-        self._destroy(_RESET)
+        with self._lock:
+            if self._qp is None or self._broken == _RESET:
+                return
+            if self.nic.software:
+                self._destroy(_RESET)
+                return
+            lib = self.nic.library
+            try:
+                self._qp.modify(lib.qp.QPAttr(qp_state=lib.enums.IBV_QPS_RESET), lib.enums.IBV_QP_STATE)
+            except lib.error as error:
+                log.warning("queue pair %d refuses to be reset (%s) and is destroyed", self.qp_num, error)
+                self._destroy(_RESET)
+                return
+            self._broken = _RESET
 
     def close(self) -> None:
-        """The same as `reset`, as the regular end. Idempotent."""
-        self._destroy("it is closed")
+        """Destroy it; as strict as `reset`. Idempotent."""
+        with self._lock:
+            self._destroy(_CLOSED)
 
     def _destroy(self, reason: str) -> None:
-        with self._lock:
-            qp, self._qp = self._qp, None
-            if qp is None:
-                return
-            self._broken = reason
-            self._completions.unlisten(self.qp_num)
-            destroy(qp, f"queue pair {self.qp_num}")
-            self._completions.release(self._booked)
+        qp, self._qp = self._qp, None
+        if qp is None:
+            return
+        self._broken = reason
+        self._completions.unlisten(self.qp_num)
+        destroy(qp, f"queue pair {self.qp_num}")
+        self._completions.release(self._booked)
 
     def _usable(self) -> Any:
         if self._qp is None or self._broken:
@@ -292,4 +312,5 @@ class QueuePair:
 
 
 _RESET = "it was reset"
+_CLOSED = "it is closed"
 _STATES = ("RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR")

@@ -76,6 +76,11 @@ def device_node(name: str, sys: Path = SYS) -> str | None:
     return None if found is None else f"/dev/infiniband/{found.name}"
 
 
+def is_software(name: str, sys: Path = SYS) -> bool:
+    """Whether the device is made of software only: no hardware belongs to it."""
+    return not (sys / "class/infiniband" / name / "device").exists()
+
+
 def _device(path: Path, node: str | None) -> Device:
     ports = sorted((path / "ports").glob("*"), key=lambda port: int(port.name))
     link = path / "device/driver"
