@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 from collections.abc import Callable
 
@@ -16,15 +15,14 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.npu.base import NpuDevice, OutOfDeviceMemory
 from decode_worker.npu.emulated import EmulatedNpu
 from decode_worker.pool import KVPool
+from decode_worker.receivers import receiver
 from decode_worker.settings import DecodeSettings
 from decode_worker.worker import DecodeWorker, WorkerLimits
 from transport.backends.base import Receiver, ReceiverEvents
-from transport.backends.shm import ShmReceiver
 from transport.errors import ConfigurationError
 from transport.generation import new_generation
 from transport.http import bind, serve, worker_app
 from transport.logging import setup_logging
-from transport.messages import Endpoint
 from transport.model import eos_token_ids, model_info
 from transport.serve import run as run_loop
 
@@ -119,10 +117,10 @@ def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice
             f"the KV pool does not fit the device ({error}): lower num_blocks or kv_bytes, or raise bank_bytes"
         ) from error
     generation = new_generation()
-    socket_path = _socket_path(settings)
+    make = receiver(settings, generation, pool)
 
-    def receiver(events: ReceiverEvents) -> Receiver:
-        made = ShmReceiver(settings.name, generation, settings.secret, pool.handed_out(), events, socket_path)
+    def make_receiver(events: ReceiverEvents) -> Receiver:
+        made = make(events)
         metrics.watch_data_plane(made.counters)
         return made
 
@@ -135,8 +133,7 @@ def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice
         eos_ids=eos_token_ids(settings.model),
         pool=pool,
         engine=make_engine(settings, device, pool),
-        endpoint=Endpoint(backend="shm", address=socket_path),
-        make_receiver=receiver,
+        make_receiver=make_receiver,
         metrics=metrics,
         limits=WorkerLimits(
             max_batch=settings.max_batch,
@@ -149,20 +146,10 @@ def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice
     return device, worker, registry
 
 
-def _socket_path(settings: DecodeSettings) -> str:
-    """Short whatever the worker's name (a Unix socket's path has 107 bytes); a restart takes the same one.
-
-    The address keeps workers of equal names apart: those of two `hawk up` on one machine.
-    """
-    key = f"{settings.name}/{settings.host}:{settings.port}"
-    name = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
-    return str((settings.socket_dir / f"hawk-{name}.sock").absolute())
-
-
 def _describe(settings: DecodeSettings) -> str:
     """The pool in words, for the log."""
     kv = settings.geometry()
     return (
         f"{kv.num_blocks} blocks of {kv.block_size} tokens, {kv.dtype}, {kv.num_channels} channels, "
-        f"kv_path {settings.kv_path}"
+        f"kv_path {settings.kv_path}, transport {settings.transport}"
     )

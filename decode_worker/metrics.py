@@ -12,6 +12,7 @@ from decode_worker.lease import LeaseState
 from decode_worker.leases import LeaseTable
 from decode_worker.npu.base import NpuDevice
 from decode_worker.scheduler import Scheduler
+from transport.metrics import DataPlaneTotals
 
 PREFIX = "hawk_decode"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -61,7 +62,7 @@ class DecodeMetrics:
 
     def watch_data_plane(self, counters: Mapping[str, int]) -> None:
         """Export the data plane's totals, by event."""
-        self.registry.register(_DataPlane(counters))
+        self.registry.register(DataPlaneTotals(PREFIX, lambda: counters))
 
 
 class _State(Collector):
@@ -97,17 +98,6 @@ class _State(Collector):
         yield _counter("fences", "Leases fenced while a writer might still write", None, {"": counts.fences})
         yield _counter("fence_errors", "Fences that had to be tried again", None, {"": counts.fence_errors})
         yield _counter("late_events", "Data-plane events about leases that had ended", "event", counts.late)
-
-
-class _DataPlane(Collector):
-    def __init__(self, counters: Mapping[str, int]) -> None:
-        self._counters = counters
-
-    def describe(self) -> list[CounterMetricFamily]:
-        return []
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        yield _counter("data_plane", "Data-plane totals, by event (bytes: bytes landed)", "event", self._counters)
 
 
 def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> GaugeMetricFamily:

@@ -53,6 +53,19 @@ class DecodeSettings(BaseRoleSettings):
     )
     relayout_threads: Count = Field(1, description="leases whose landed bytes are moved or checked at once")
     checksum: bool = Field(False, description="compare an xxh3 of all KV that lands with what was sent")
+    transport: Literal["shm", "verbs", "nixl"] = Field(
+        "shm", description="how KV comes in. shm: from this host; verbs: RDMA; nixl: UCX over TCP and other transports"
+    )
+    data_host: str | None = Field(
+        None, description="verbs, nixl: address that prefill workers reach (default: the NIC's, or else `host`)"
+    )
+    data_port: int = Field(0, ge=0, le=65535, description="verbs, nixl: port of the data plane (0: any)")
+    rdma_devices: str = Field(
+        "", description="verbs: NICs, as device[:port[:gid index]],…; empty: the first with an active port"
+    )
+    lanes: Annotated[int, Field(gt=0, le=1024)] = Field(
+        16, description="verbs, nixl: leases of one prefill worker that may be written at the same time"
+    )
     socket_dir: Path = Field(default_factory=_socket_dir, description="directory of the data plane's Unix socket")
 
     max_batch: Annotated[int, Field(gt=0, le=4096)] = Field(32, description="requests per engine step")
@@ -78,6 +91,11 @@ class DecodeSettings(BaseRoleSettings):
                 f"got {self.lease_ttl_s:g}"
             )
         return self
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """`rdma_devices`, one by one."""
+        return tuple(name.strip() for name in self.rdma_devices.split(",") if name.strip())
 
     @property
     def model_name(self) -> str:

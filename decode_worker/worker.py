@@ -23,7 +23,6 @@ from transport.messages import (
     PROTOCOL_VERSION,
     Cancel,
     Decode,
-    Endpoint,
     ErrorInfo,
     Failed,
     Hello,
@@ -66,7 +65,6 @@ class DecodeWorker:
         eos_ids: frozenset[int],
         pool: KVPool,
         engine: Engine,
-        endpoint: Endpoint,
         make_receiver: Callable[[ReceiverEvents], Receiver],
         metrics: DecodeMetrics,
         limits: WorkerLimits,
@@ -75,7 +73,7 @@ class DecodeWorker:
         self.pool, self.metrics, self.draining = pool, metrics, False
         self._engine, self._limits = engine, limits
         self.receiver = make_receiver(self)
-        self.description = pool.description(name, generation, endpoint, model)
+        self.description = pool.description(name, generation, self.receiver.endpoint, model)
         self.leases = LeaseTable(
             pool.blocks,
             self.receiver,

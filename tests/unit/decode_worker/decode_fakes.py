@@ -45,7 +45,8 @@ ROOT = prefix.root_hash("f", "float32")
 class FakeReceiver:
     """A data plane with one connected writer. `hold` keeps every fence from returning until `let_go`."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "nowhere") -> None:
+        self.endpoint = Endpoint(backend="shm", address=address)
         self.writers = {WRITER}
         self.slots = 1 << 30
         self.open: dict[str, Writer] = {}
@@ -217,7 +218,7 @@ class Bench:
         )
         memory = EmulatedNpu.host_channels(self.device)  # whatever the device says: the engine is the test's own
         self.engine = ScriptedEngine(memory, self.geometry, self.pool.bases, MODEL.vocab_size)
-        self.receiver = FakeReceiver()
+        self.receiver = FakeReceiver(address)
         self.registry = CollectorRegistry()
         self.events: deque[ReceiverEvents] = deque()
 
@@ -231,7 +232,6 @@ class Bench:
             eos_ids=frozenset(eos),
             pool=self.pool,
             engine=self.engine,
-            endpoint=Endpoint(backend="shm", address=address),
             make_receiver=receiver,
             metrics=DecodeMetrics(self.registry),
             limits=WorkerLimits(
