@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from transport.backends.verbs.address import Address
 from transport.backends.verbs.completions import Completion, Completions
-from transport.backends.verbs.devices import Nic
 from transport.backends.verbs.nic import OpenNic, Registration
 from transport.backends.verbs.queue_pair import Options, QueuePair
 
@@ -69,8 +69,8 @@ def ends(
     p_done, d_done = Completions(nic, send_depth + receive_depth), Completions(nic, send_depth + receive_depth)
     p = QueuePair(nic, p_done, send_depth=send_depth, receive_depth=receive_depth, options=options)
     d = QueuePair(nic, d_done, send_depth=send_depth, receive_depth=receive_depth, options=options)
-    p.connect(d.address)
-    d.connect(p.address)
+    p.connect(Address.from_list(d.address.to_list()))
+    d.connect(Address.from_list(p.address.to_list()))
     try:
         yield Ends(nic, source, target, p_done, d_done, p, d)
     finally:
@@ -120,7 +120,3 @@ def soft_nic(name: str, link: str) -> Iterator[str]:
 
 def sh(command: str) -> None:
     subprocess.run(["bash", "-c", command], check=False, timeout=LIMIT_S)
-
-
-def reopened(nic: Nic) -> OpenNic:
-    return OpenNic(nic)

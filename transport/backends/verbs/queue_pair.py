@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import secrets
 import threading
@@ -171,7 +172,7 @@ class QueuePair:
             raise ConfigurationError(f"{local.device} is InfiniBand, but the peer's NIC has no LID: {peer}")
         route = (
             lib.addr.GlobalRoute(
-                dgid=lib.addr.GID(peer.gid),
+                dgid=lib.addr.GID(ipaddress.IPv6Address(peer.gid).exploded),
                 sgid_index=local.gid_index,
                 hop_limit=_HOPS,
                 traffic_class=self.options.traffic_class,

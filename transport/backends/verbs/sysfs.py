@@ -37,7 +37,7 @@ class Port:
     link_layer: str
     """"ethernet" or "infiniband"."""
     state: str
-    """"active", "down", "init", "armed"; only an active port carries data."""
+    """"active", "down", "init", "armed", or "gone" while the device is removed; only an active port carries data."""
     physical_state: str
     rate: str
     lid: int
@@ -99,8 +99,8 @@ def _port(path: Path) -> Port:
     return Port(
         number=int(path.name),
         link_layer=_read(path / "link_layer").lower(),
-        state=_value(path / "state").lower(),
-        physical_state=_value(path / "phys_state"),
+        state=_value(path / "state").lower() or "gone",
+        physical_state=_value(path / "phys_state") or "unknown",
         rate=_read(path / "rate"),
         lid=int(_read(path / "lid") or "0", 0),
         gids=tuple(_gids(path)),
