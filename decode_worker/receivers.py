@@ -20,6 +20,11 @@ def receiver(settings: DecodeSettings, generation: str, pool: KVPool) -> Callabl
             from transport.backends.shm import ShmReceiver
 
             return ShmReceiver(*what, events, socket_path(settings))
+        if settings.transport == "nixl":
+            from transport.backends.nixl.receiver import NixlReceiver
+
+            host = settings.data_host or settings.host
+            return NixlReceiver(*what, events, host, settings.data_port, slots=settings.lanes)
         from transport.backends.verbs.receiver import VerbsReceiver
 
         return VerbsReceiver(

@@ -29,6 +29,10 @@ def connect(
         from transport.backends.verbs import writer as verbs
 
         return verbs.connect(pool, writer, token, on_lost=on_lost, options=options)
+    if pool.endpoint.backend == "nixl":
+        from transport.backends.nixl import writer as nixl
+
+        return nixl.connect(pool, writer, token, on_lost=on_lost, options=options)
     raise ConfigurationError(
         f"data-plane backend {pool.endpoint.backend!r} of pool {pool.worker} is not available here"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import mmap
 import os
@@ -151,8 +152,29 @@ class VerbsBackend(Backend):
         return receiver
 
 
+class NixlBackend(Backend):
+    """A link and UCX on the loopback interface."""
+
+    name = "nixl"
+    fence_wait_s = 5.0
+    _port = 0
+
+    def receiver(
+        self, name: str, generation: str, token: str, regions: list[Handed], events: Events, slots: int
+    ) -> Receiver:
+        from transport.backends.nixl.receiver import NixlReceiver
+
+        receiver = NixlReceiver(
+            name, generation, token, regions, events, port=self._port, slots=slots, fence_wait_s=self.fence_wait_s
+        )
+        self._port = int(receiver.address.rpartition(":")[2])
+        return receiver
+
+
 BACKENDS: dict[str, type[Backend]] = {"shm": ShmBackend}
 """The backends that can run on this machine."""
+if importlib.util.find_spec("nixl_cu12") is not None:
+    BACKENDS["nixl"] = NixlBackend
 if os.environ.get("HAWK_GUEST"):
     BACKENDS["verbs"] = VerbsBackend
 

@@ -50,6 +50,7 @@ class Connection:
         self.slots: Slots | None = None
         self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.finished = False
+        self.local_host = str(sock.getsockname()[0]) if sock.family != socket.AF_UNIX else ""
         self._receiver = receiver
         self._open: packets.Open | None = None
         self._nonce = auth.nonce()
