@@ -19,14 +19,15 @@ LIMIT_S = 60.0
 class Channel:
     """JSON values between the two nodes, in order. Everything fails with a time-out rather than wait for ever."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = PORT) -> None:
         """Node A listens, node B connects; which of them comes first does not matter."""
+        self._port = port
         self._socket = self._listen() if NODE == "A" else self._connect()
         self._socket.settimeout(LIMIT_S)
         self._file = self._socket.makefile("rb")
 
     def _listen(self) -> socket.socket:
-        with socket.create_server((ADDRESS, PORT)) as listener:
+        with socket.create_server((ADDRESS, self._port)) as listener:
             listener.settimeout(LIMIT_S)
             return listener.accept()[0]
 
@@ -34,7 +35,7 @@ class Channel:
         deadline = time.monotonic() + LIMIT_S
         while True:
             try:
-                return socket.create_connection((PEER, PORT), timeout=5)
+                return socket.create_connection((PEER, self._port), timeout=5)
             except OSError:
                 if time.monotonic() > deadline:
                     raise
