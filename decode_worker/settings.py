@@ -83,6 +83,8 @@ class DecodeSettings(BaseRoleSettings):
             raise ValueError(f"block_size: must be a multiple of {TILE}, got {self.block_size}")
         if self.bank_bytes % 64:
             raise ValueError(f"bank_bytes: must be a multiple of 64, got {self.bank_bytes}")
+        if self.transport == "nixl" and self.data_host is None and self.host in ("0.0.0.0", "::", ""):
+            raise ValueError("data_host: name an address that prefill workers reach, as host is every address")
         if not (self.model / "config.json").is_file():
             raise ValueError(f"model: {self.model} has no config.json; is it a Hugging Face model directory?")
         if self.lease_ttl_s < 2 * self.ping_interval_s:

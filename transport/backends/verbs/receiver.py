@@ -16,7 +16,7 @@ from transport.backends.verbs.nic import OpenNic
 from transport.backends.verbs.queue_pair import Options
 from transport.backends.verbs.regions import RegisteredRegions
 from transport.backends.verbs.slots import VerbsSlots
-from transport.errors import HawkError
+from transport.errors import ConfigurationError, HawkError
 from transport.messages import Region
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class VerbsReceiver(LinkReceiver):
             for nic in choose(devices):
                 self._nics.append(OpenNic(nic))
             self._registered = RegisteredRegions(self._nics, regions)
-            self._tcp = TcpListener(host or self._nics[0].nic.ip or "0.0.0.0", port)
+            self._tcp = TcpListener(host or _own_address(self._nics[0]), port)
         except BaseException:
             self.shut()
             raise
@@ -138,3 +138,13 @@ class VerbsReceiver(LinkReceiver):
             asyncio.get_running_loop().remove_reader(nic.event_fd)
             for connection in list(self._connections):
                 connection.close()
+
+
+def _own_address(nic: OpenNic) -> str:
+    """Where a writer that reaches the NIC reaches this host too."""
+    if nic.nic.ip is None:
+        raise ConfigurationError(
+            f"NIC {nic.nic.device} has no IPv4 address of its own: set data_host to an address of this host that prefill "
+            "workers reach"
+        )
+    return nic.nic.ip
