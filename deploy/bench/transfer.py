@@ -6,6 +6,8 @@ opening of the lease until the receiver has acknowledged that the KV is in its p
 
 gg-direct  GPU layout, written straight into the pool      gn-hawk  NPU layout, transformed as it is written
 gg-host    staged on both sides, then copied into place    gn-host  staged on both sides, then re-laid-out
+
+The host paths work piece by piece: the writer stages one while the receiver takes another out of its slot.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from decode_worker.pool import STAGING_SLOT_BYTES, STAGING_SLOTS
 from deploy.bench.transfer_pools import PATHS, WRITER, Process, Setup
-from prefill_worker.push.pieces import Pages, split, write
+from prefill_worker.push.pieces import Pages, PieceWriter
 from transport.backends import connect
 from transport.backends.base import PoolWriter
 from transport.geometry import KVGeometry
@@ -40,6 +43,7 @@ MIB = 1 << 20
 SIZES = (10, 20, 40, 80, 160, 320, 640, 1280)
 CHUNK_BYTES = 4 * MIB
 """As `prefill_worker.settings.push_chunk_bytes`."""
+TIMEOUT_S = 60.0
 SPARE_BLOCKS = 3
 #: latency relative to GG-Host in the HAWK paper, at 10 MB and at 1280 MB (A100 and p150a, 200 Gb/s InfiniBand)
 PAPER = {"gg-host": (1.0, 1.0), "gn-host": (8.91, 3.79), "gg-direct": (0.6630, 0.1477), "gn-hawk": (0.7725, 0.1469)}
@@ -71,7 +75,7 @@ class Bench:
     """The writing side: pages to push, and a connection to each of the receiver's pools."""
 
     def __init__(self, setup: Setup, layout: PageLayout, receiver: Process) -> None:
-        self._receiver = receiver
+        self._receiver, self._setup = receiver, setup
         self._pools = {path: setup.description(path) for path in PATHS}
         self._writers: dict[str, PoolWriter] = {
             path: connect(pool, WRITER, setup.token) for path, pool in self._pools.items()
@@ -137,10 +141,12 @@ class Bench:
 
     def _push(self, path: str, pool: PoolDescription, lease: Lease) -> int:
         writer = self._writers[path].open(lease)
+        pieces = PieceWriter(writer, pool, lease, self._pages)
         landed = 0
-        for piece in split(pool.geometry, 0, lease.prompt_tokens, CHUNK_BYTES):
-            landed += write(writer, pool, lease, self._pages, self._table, piece)
-        writer.complete(60.0)
+        for piece in pieces.split(0, lease.prompt_tokens, CHUNK_BYTES):
+            pieces.wait_for_room(TIMEOUT_S)
+            landed += pieces.write(self._table, piece)
+        writer.complete(TIMEOUT_S)
         return landed
 
     def _mapped(self, path: str, tokens: int) -> Sequence[np.ndarray]:
@@ -165,10 +171,17 @@ class Bench:
             block_ids=tuple(blocks),
             prompt_tokens=tokens,
             resident_tokens=0,
-            ttl_s=60.0,
-            slot=self._receiver.grant(path, lease_id, tokens, blocks),
-            staging_offset=0 if pool.staging is not None else None,
+            ttl_s=TIMEOUT_S,
+            slot=self._receiver.grant(path, lease_id, blocks),
         )
+        if pool.staging is not None:
+            slots = self._setup.staging()
+            room = {
+                "staging_offset": slots.offset,
+                "staging_slots": slots.count,
+                "staging_slot_bytes": slots.slot_bytes,
+            }
+            lease = lease.model_copy(update=room)
         return pool, lease
 
 
@@ -233,14 +246,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-dtype", default="bfloat16", choices=("float32", "bfloat16", "bfp8_b", "bfp4_b"))
     parser.add_argument("--pages", default="plain", choices=("plain", "nhd", "vec", "amx"), help="layout of P's pages")
     parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--slots", type=int, default=STAGING_SLOTS, help="host paths: staging slots (1: no overlap)")
+    parser.add_argument("--slot-bytes", type=int, default=STAGING_SLOT_BYTES, help="host paths: bytes of a slot")
     parser.add_argument("--quick", action="store_true", help="10 and 20 MB, one round: does it run")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(argv)
     if args.quick:
         args.sizes, args.rounds = [10.0, 20.0], 1
-    for name in ("rounds", "channels", "layers"):
+    for name in ("rounds", "channels", "layers", "slots", "slot_bytes"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if min(args.sizes) <= 0:
         parser.error(f"--sizes must be positive, got {min(args.sizes):g}")
     return args
@@ -266,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hawk-bench-") as directory:
-        setup = Setup(geometry, max(tokens), directory, secrets.token_hex(16))
+        setup = Setup(geometry, max(tokens), directory, secrets.token_hex(16), args.slots, args.slot_bytes)
         receiver = Process(setup)
         try:
             bench = Bench(setup, layout, receiver)

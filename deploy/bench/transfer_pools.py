@@ -1,7 +1,7 @@
 """The receiving side of `hawk bench transfer`: a process with one pool per path, over the same memory.
 
-The pools take turns, so they may share it: NPU layout as channels, GPU layout as one region, and the receive
-buffer of kv_path host.
+The pools take turns, so they may share it: NPU layout as channels, GPU layout as one region, and the staging slots
+of kv_path host.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
+from decode_worker.staging import Slots
+from transport.backends.base import Piece
 from transport.backends.shm import ShmReceiver
 from transport.geometry import KVGeometry
-from transport.geometry.staging import staging_bytes
+from transport.geometry.staging import linear_row_bytes
 from transport.kernels import cpu
 from transport.messages import Endpoint, ModelInfo, PoolDescription, Region, Writer
 
@@ -37,12 +39,17 @@ _PAGE = mmap.PAGESIZE
 
 @dataclass(frozen=True)
 class Setup:
-    """What the process needs to make its pools. `geometry` is the NPU one; GPU pools keep bf16."""
+    """What the process needs to make its pools. `geometry` is the NPU one; GPU pools keep bf16.
+
+    `slots` and `slot_bytes`: what a lease of kv_path host has for staging.
+    """
 
     geometry: KVGeometry
     max_tokens: int
     directory: str
     token: str
+    slots: int
+    slot_bytes: int
 
     def of(self, path: str) -> KVGeometry:
         """Geometry of the pool of `path`."""
@@ -58,8 +65,12 @@ class Setup:
         geometry = self.of(path)
         return -(-geometry.num_tensors * geometry.bank_bytes // _PAGE) * _PAGE
 
+    def staging(self) -> Slots:
+        """The slots of the one lease that is written; each holds 32 tokens of a tensor at least."""
+        return Slots(0, self.slots, max(self.slot_bytes, linear_row_bytes(self.geometry, "bfloat16")))
+
     def staging_bytes(self) -> int:
-        return -(-staging_bytes(self.geometry, "host", self.max_tokens, "bfloat16") // _PAGE) * _PAGE
+        return -(-self.staging().length // _PAGE) * _PAGE
 
     def description(self, path: str) -> PoolDescription:
         _, kv_path = PATHS[path]
@@ -90,9 +101,9 @@ class Process:
         far.close()
         self._receive("ready")
 
-    def grant(self, path: str, lease_id: str, tokens: int, blocks: Sequence[int]) -> int:
-        """Open a slot for a lease of `tokens` tokens in `blocks` → the slot."""
-        self._pipe.send((path, lease_id, tokens, list(blocks)))
+    def grant(self, path: str, lease_id: str, blocks: Sequence[int]) -> int:
+        """Open a slot for a lease of `blocks` → the slot."""
+        self._pipe.send((path, lease_id, list(blocks)))
         return int(self._receive("slot"))
 
     def close(self) -> None:
@@ -115,17 +126,27 @@ def _main(setup: Setup, pipe: Connection) -> None:
     asyncio.run(_Pools(setup, pipe).serve())
 
 
+@dataclass
+class _Landing:
+    """A lease that is written. Its announced pieces go from their slots into `blocks` one after the other."""
+
+    path: str
+    blocks: list[int]
+    announced: int = 0
+    landed: bool = False
+    placing: set[asyncio.Future[int]] = field(default_factory=set)
+
+
 class _Pools:
-    """The child's event loop: grants what it is asked for, re-lays-out what has landed, acknowledges it."""
+    """The child's event loop: grants what it is asked for, re-lays-out what is announced, acknowledges what landed."""
 
     def __init__(self, setup: Setup, pipe: Connection) -> None:
         self._setup, self._pipe = setup, pipe
         largest = max(setup.region_bytes(path) * setup.of(path).num_channels for path in PATHS)
         self._fd, self._memory = _memory("hawk-bench-kv", largest)
         self._staging_fd, self._staging = _memory("hawk-bench-staging", setup.staging_bytes())
-        self._leases: dict[str, tuple[str, int, list[int]]] = {}
+        self._leases: dict[str, _Landing] = {}
         self._executor = ThreadPoolExecutor(1)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._receivers: dict[str, ShmReceiver] = {}
 
     async def serve(self) -> None:
@@ -149,23 +170,28 @@ class _Pools:
 
     def _asked(self, stopped: asyncio.Event) -> None:
         try:
-            path, lease_id, tokens, blocks = self._pipe.recv()
+            path, lease_id, blocks = self._pipe.recv()
         except EOFError:
             stopped.set()
             return
-        self._leases[lease_id] = (path, tokens, blocks)
+        self._leases[lease_id] = _Landing(path, blocks)
         self._pipe.send(("slot", self._receivers[path].grant(lease_id, WRITER)))
 
     # ---- ReceiverEvents
 
-    def landed(self, lease_id: str) -> None:
-        path, tokens, blocks = self._leases.pop(lease_id)
-        if PATHS[path][1] == "hawk":
-            self._receivers[path].acknowledge(lease_id)
+    def announced(self, lease_id: str, piece: Piece) -> None:
+        lease = self._leases.get(lease_id)
+        if lease is None or PATHS[lease.path][1] == "hawk":
             return
-        task = asyncio.ensure_future(self._relayout(path, lease_id, tokens, blocks))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        at = self._setup.staging().of(lease.announced)
+        lease.announced += 1
+        place = asyncio.get_running_loop().run_in_executor(self._executor, self._place, lease, piece, at)
+        lease.placing.add(place)
+        place.add_done_callback(lambda done: self._placed(lease_id, lease, done))
+
+    def landed(self, lease_id: str) -> None:
+        self._leases[lease_id].landed = True
+        self._acknowledge(lease_id)
 
     def push_failed(self, lease_id: str, reason: str) -> None:
         self._leases.pop(lease_id, None)
@@ -174,12 +200,28 @@ class _Pools:
 
     def writer_lost(self, writer: Writer) -> None: ...
 
-    async def _relayout(self, path: str, lease_id: str, tokens: int, blocks: list[int]) -> None:
-        geometry, length = self._setup.of(path), self._setup.region_bytes(path)
+    # ---- kv_path host
+
+    def _place(self, lease: _Landing, piece: Piece, at: int) -> int:
+        geometry, length = self._setup.of(lease.path), self._setup.region_bytes(lease.path)
         channels = [self._memory[i * length : (i + 1) * length] for i in range(geometry.num_channels)]
-        arguments = (channels, self._setup.bases(path), geometry, blocks, self._staging, "bfloat16", tokens)
-        await asyncio.get_running_loop().run_in_executor(self._executor, lambda: cpu.from_linear(*arguments))
-        self._receivers[path].acknowledge(lease_id)
+        linear = self._staging[at : at + self._setup.staging().slot_bytes]
+        tensors = range(piece.first_tensor, piece.last_tensor + 1)
+        what = (geometry, lease.blocks, linear, "bfloat16", piece.start, piece.stop, tensors)
+        return cpu.from_linear(channels, self._setup.bases(lease.path), *what)
+
+    def _placed(self, lease_id: str, lease: _Landing, done: asyncio.Future[int]) -> None:
+        done.result()  # a failure goes to the loop's handler, and its writer waits in vain
+        lease.placing.discard(done)
+        if lease_id in self._leases:
+            self._receivers[lease.path].drained(lease_id)
+            self._acknowledge(lease_id)
+
+    def _acknowledge(self, lease_id: str) -> None:
+        lease = self._leases[lease_id]
+        if lease.landed and not lease.placing:
+            del self._leases[lease_id]
+            self._receivers[lease.path].acknowledge(lease_id)
 
 
 def _memory(name: str, length: int) -> tuple[int, np.ndarray]:

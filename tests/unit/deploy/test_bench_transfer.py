@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 
 from deploy.bench import transfer
 from deploy.bench.transfer import MIB, Row
+from prefill_worker.push.pieces import Piece, PieceWriter
 
 
 def run(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, float]]:
@@ -34,13 +36,20 @@ def test_every_page_layout_lands_as_block_floats_in_seven_channels(
     assert hawk["landed_bytes"] == hawk["bytes"] // 2048 * 1088
 
 
+@pytest.mark.parametrize("slots", ["1", "2"])
+def test_a_request_may_be_larger_than_its_staging_slots(capsys: pytest.CaptureFixture[str], slots: str) -> None:
+    """1 MiB through slots of 128 KiB; `main` compares here too."""
+    results = run(capsys, "--slots", slots, "--slot-bytes", str(MIB // 8))
+    assert {row["landed_bytes"] for row in results if row["path"] == "gn-host"} == {MIB // 2, MIB}
+
+
 def test_a_path_that_lands_something_else_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = transfer.write
+    real = PieceWriter.write
 
-    def skips_pieces(*arguments: object) -> int:
-        return 0 if arguments[-1].start else real(*arguments)  # type: ignore[attr-defined]
+    def skips_pieces(pieces: PieceWriter, blocks: Sequence[int], piece: Piece) -> int:
+        return 0 if piece.start else real(pieces, blocks, piece)
 
-    monkeypatch.setattr(transfer, "write", skips_pieces)
+    monkeypatch.setattr(PieceWriter, "write", skips_pieces)
     monkeypatch.setattr(transfer, "CHUNK_BYTES", MIB // 8)
     with pytest.raises(RuntimeError, match="is not what was pushed"):
         transfer.main(["--json", "--layers", "2", "--rounds", "1", "--sizes", "1"])
@@ -54,7 +63,9 @@ def test_ratios_are_against_gg_host_gg_direct_and_memcpy() -> None:
     assert row["speed_vs_memcpy"] == 0.25
 
 
-@pytest.mark.parametrize("flags", [["--sizes", "0"], ["--rounds", "0"], ["--channels", "-1"], ["--block-size", "48"]])
+@pytest.mark.parametrize(
+    "flags", [["--sizes", "0"], ["--rounds", "0"], ["--channels", "-1"], ["--block-size", "48"], ["--slots", "0"]]
+)
 def test_senseless_flags_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
         transfer.parse(flags)
