@@ -144,7 +144,7 @@ def _own_address(nic: OpenNic) -> str:
     """Where a writer that reaches the NIC reaches this host too."""
     if nic.nic.ip is None:
         raise ConfigurationError(
-            f"NIC {nic.nic.device} has no IPv4 address of its own: set data_host to an address of this host that prefill "
-            "workers reach"
+            f"NIC {nic.nic.device} has no IPv4 address of its own: set data_host to an address of this host that "
+            "prefill workers reach"
         )
     return nic.nic.ip
