@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import random
 import select
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 from verbs_ends import QUICK, Ends, Memory, ends, sh, soft_nic, wait, wait_event
 
+from deploy.bench import posting
 from transport.backends.verbs import devices, survey
 from transport.backends.verbs.completions import Completions
 from transport.backends.verbs.nic import OpenNic
@@ -474,3 +476,14 @@ def test_the_descriptors_never_block(nic: OpenNic, pair: Ends) -> None:
         assert refused.value.errno == errno.EAGAIN
     assert nic.take_event() is None
     assert pair.p_done.drain() == []
+
+
+# ---- what posting costs
+
+
+def test_the_cost_of_posting_can_be_measured_in_all_three_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    assert posting.main(["--writes", "64", "--repeat", "2", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    for way in ("requests filled anew", "requests made anew", "extended interface"):
+        assert measured[f"{way}: filled"] > 0
+        assert measured[f"{way}: handed over"] > 0
