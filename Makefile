@@ -6,7 +6,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev model up test test-unit test-integration e2e lint format bench bench-transfer bench-decode \
+.PHONY: help env env-dev model up test test-unit test-integration e2e vm lint format bench bench-transfer bench-decode \
         bench-serve doctor smoke lock clean
 
 # The environment is installed without byte code, which is twice as fast; the first import of a module writes it.
@@ -43,6 +43,9 @@ test-integration: env-dev model ## tests of several parts together
 
 e2e: env-dev model ## tests with real roles, vLLM and a real model
 	HAWK_REQUIRE=e2e $(TESTS) -m e2e $(ARGS)
+
+vm: env-dev ## tests over RDMA, in QEMU guests (needs the packages that tests/vm/install takes)
+	HAWK_REQUIRE=vm $(TESTS) -m vm $(ARGS)
 
 lint: env-dev ## ruff, and mypy --strict on transport
 	$(BIN)/ruff check .
