@@ -295,6 +295,22 @@ def test_a_reset_in_the_middle_of_a_push_stops_it_there(nic: OpenNic, end: str) 
         assert pair.target[0 : 8 * SIZE] == bytes(8 * SIZE)
 
 
+def test_a_nic_resets_a_queue_pair_and_keeps_its_number_until_the_close(
+    pair: Ends, nic: OpenNic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nic, "software", False)
+    pair.d.reset()
+    assert pair.d.state == "reset"
+    with pytest.raises(Overloaded, match="has 0 entries free"):
+        QueuePair(nic, pair.d_done, send_depth=1, receive_depth=0)
+    pair.p.post([pair.write(0, SIZE, 0)], wr_id=3)
+    assert [done.status for done in wait(pair.p_done)] == [RETRIES_EXCEEDED]
+    assert pair.target[0:SIZE] == bytes(SIZE)
+    pair.d.close()
+    pair.d_done.drain()
+    QueuePair(nic, pair.d_done, send_depth=1, receive_depth=0).close()
+
+
 def test_a_new_queue_pair_after_a_reset_serves_the_next_lease(pair: Ends, nic: OpenNic) -> None:
     stale = pair.d.qp_num
     pair.d.reset()
