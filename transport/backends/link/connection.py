@@ -73,8 +73,8 @@ class Connection:
     def acknowledge(self, grant: Grant) -> None:
         self._channel.send(packets.Acknowledged(grant.lease_id, grant.slot))
 
-    def renew(self, packet: packets.Renewed) -> None:
-        """A lane was rebuilt at this end."""
+    def tell(self, packet: packets.Renewed | packets.Taken) -> None:
+        """A lane was rebuilt at this end, or has room again."""
         self._channel.send(packet)
 
     def finish(self) -> None:

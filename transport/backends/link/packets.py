@@ -11,6 +11,7 @@ Setup(answer)                       →    where the backend's memory needs an a
 Announced | Landed | Aborted        →    Drained | Acknowledged | Revoke
 RevokeAck                           →
 Renewed                             ↔    a lane of the backend, rebuilt after it was fenced
+                                    ←    Taken, where announcements use up something at the receiver
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import msgpack  # type: ignore[import-untyped]
 from transport.backends.base import Piece
 from transport.errors import ProtocolError
 
-VERSION = 2
+VERSION = 3
 MAX_PACKET = 64 * 1024
 MAX_REASON_CHARS = 500
 FDS_PER_PACKET = 200
@@ -160,6 +161,14 @@ class Revoke:
 
 
 @dataclass(frozen=True, slots=True)
+class Taken:
+    """`count` immediates of the slot's lease were seen so far, and there is room again for as many."""
+
+    slot: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Renewed:
     """A fenced lane was rebuilt at this end; `turn` counts how often, `address` is where the other end reaches it."""
 
@@ -185,6 +194,7 @@ Packet = (
     | Drained
     | Acknowledged
     | Revoke
+    | Taken
     | Renewed
 )
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from transport.backends.base import Run
 from transport.backends.link.lease import LinkLeaseWriter
+from transport.backends.verbs.credit import RECEIVES
 from transport.backends.verbs.lanes import DEPTH, Held, Lane
 from transport.backends.verbs.write_chain import Write
-from transport.errors import HawkError
+from transport.errors import HawkError, PushFailed
 
 if TYPE_CHECKING:
     from transport.backends.verbs.writer import VerbsPoolWriter
@@ -22,6 +24,8 @@ CHAIN = DEPTH // 4
 COPY_BYTES = 1024 * 1024
 """Of memory that the NIC cannot read, so much is staged at a time."""
 STAGE_WAIT_S = 30.0
+STALL_S = 30.0
+"""With nothing completed by the NIC, or nothing taken by the receiver, for so long, a push fails."""
 
 
 class VerbsLeaseWriter(LinkLeaseWriter):
@@ -32,6 +36,9 @@ class VerbsLeaseWriter(LinkLeaseWriter):
     def __init__(self, pool: VerbsPoolWriter, lease_id: str, token: int, lane: Lane) -> None:
         super().__init__(pool, lease_id, token)
         self._lane = lane
+        self._marks = 0
+        self._taken = 0
+        """Of the marks, so many have been seen by the receiver."""
         self._filling: tuple[int, int] | None = None
         """(offset, thread) of the buffer that was staged last and not written yet."""
 
@@ -87,7 +94,27 @@ class VerbsLeaseWriter(LinkLeaseWriter):
 
     def _mark(self) -> None:
         """The immediate that tells of this lease: the low 32 bits of its epoch."""
+        with self._pool.changed:
+            self.check_writable()
+            self._hold(lambda: self._marks - self._taken < RECEIVES, "receiver has taken no announcement")
+            self._marks += 1
         self._post((), None, immediate=self.epoch & 0xFFFFFFFF)
+
+    def taken(self, count: int) -> None:
+        """The receiver has seen `count` marks; under the pool's lock."""
+        self._taken = count
+        self._pool.changed.notify_all()
+
+    def _hold(self, ready: Callable[[], bool], stalled: str) -> None:
+        """Wait, under the pool's lock, while the lease may be written. Raises LeaseRevoked, PushFailed."""
+        deadline = time.monotonic() + STALL_S
+        while not ready():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self._pool.counters["failed_stalled"] += 1
+                raise PushFailed(f"the push of lease {self.lease_id} stalled: the {stalled} for {STALL_S:g} s")
+            self._pool.changed.wait(left)
+            self.check_writable()
 
     def _post(
         self, writes: Sequence[Write], held: Held | None, *, last: bool = True, immediate: int | None = None
@@ -97,9 +124,7 @@ class VerbsLeaseWriter(LinkLeaseWriter):
         with pool.changed:
             try:
                 self.check_writable()
-                while lane.pair.room < need:
-                    pool.changed.wait()
-                    self.check_writable()
+                self._hold(lambda: lane.pair.room >= need, "NIC has completed no write")
             except BaseException:
                 if held is not None and not held.posted:
                     pool.staging.give(held.offset)

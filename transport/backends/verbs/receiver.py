@@ -102,7 +102,7 @@ class VerbsReceiver(LinkReceiver):
             self._options,
             arrived=lambda token: self.arrived(connection, token),
             broken=lambda token, reason: self._broken(connection, token, reason),
-            renew=connection.renew,
+            tell=connection.tell,
         )
 
     def shut(self) -> None:

@@ -12,19 +12,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from transport.backends.link.packets import Renewed
+from transport.backends.link.packets import Renewed, Taken
 from transport.backends.link.slots import slot_token, split_token
 from transport.backends.verbs.address import Address
 from transport.backends.verbs.completions import Completion, Completions
+from transport.backends.verbs.credit import RECEIVES, TELL
 from transport.backends.verbs.nic import OpenNic, Registration
 from transport.backends.verbs.queue_pair import Options, QueuePair
-from transport.backends.verbs.status import describe
+from transport.backends.verbs.status import FLUSHED, describe
 from transport.errors import HawkError, Overloaded, ProtocolError
 
 log = logging.getLogger(__name__)
 
-RECEIVES = 16
-"""Immediates that may come in on a lane before the event loop has seen the first of them."""
 _SENDS = 1
 """This end writes nothing, but there is no queue pair without a send queue."""
 SPARE = 4
@@ -37,7 +36,10 @@ long as its NIC may go on trying (`Options.detection_s`)."""
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """`epoch`: of the lease that has it, 0 for none. `ready`: both ends are connected. `turn` counts rebuildings."""
+    """`epoch`: of the lease that has it, 0 for none. `ready`: both ends are connected. `turn` counts rebuildings.
+
+    `taken` counts the lease's immediates.
+    """
 
     index: int
     nic: int
@@ -45,6 +47,7 @@ class Lane:
     turn: int = 0
     epoch: int = 0
     ready: bool = False
+    taken: int = 0
     fenced: list[QueuePair] = field(default_factory=list)
 
     @property
@@ -56,7 +59,7 @@ class VerbsSlots:
     """`Slots` that are lanes, dealt over the NICs in turn.
 
     `keys[n]`: NIC n's registrations of the regions. `arrived(token)` and `broken(token, reason)` tell the receiver
-    what happened on a lease's lane, `renew(packet)` sends to the writer.
+    what happened on a lease's lane, `tell(packet)` sends to the writer.
     """
 
     shared = False
@@ -71,11 +74,11 @@ class VerbsSlots:
         options: Options,
         arrived: Callable[[int], None],
         broken: Callable[[int, str], None],
-        renew: Callable[[Renewed], None],
+        tell: Callable[[Renewed | Taken], None],
     ) -> None:
         self.count = count
         self._nics, self._keys, self._options = nics, keys, options
-        self._arrived, self._broken, self._renew = arrived, broken, renew
+        self._arrived, self._broken, self._tell = arrived, broken, tell
         self._loop = asyncio.get_running_loop()
         self._closed = False
         share = -(-count // len(nics))
@@ -113,7 +116,7 @@ class VerbsSlots:
 
     def take(self, epoch: int) -> int:
         lane = self._free.popleft()
-        lane.epoch = epoch
+        lane.epoch, lane.taken = epoch, 0
         return lane.token
 
     def revoke(self, token: int) -> bool:
@@ -209,7 +212,7 @@ class VerbsSlots:
             return
         self._by_number[lane.nic, lane.pair.qp_num] = lane
         lane.turn += 1
-        self._renew(Renewed(lane.index, lane.turn, list(lane.pair.address.to_list())))
+        self._tell(Renewed(lane.index, lane.turn, list(lane.pair.address.to_list())))
 
     def _drain(self, nic: int) -> None:
         try:
@@ -223,18 +226,28 @@ class VerbsSlots:
             return
         for completion in completions:
             of = self._by_number.get((nic, completion.qp_num))
-            if of is not None and not self._closed:
+            if of is None or self._closed:
+                continue
+            try:
                 self._completed(of, completion)
+            except HawkError as error:  # of this lane only: the batch holds other lanes' completions too
+                self._fail(of, f"lane {of.index}: {error}")
 
     def _completed(self, lane: Lane, completion: Completion) -> None:
         if not completion.ok:
-            self._fail(lane, f"lane {lane.index}: {describe(completion.status)}")
+            self._fail(lane, f"lane {lane.index}: {_why(completion.status)}")
             return
-        lane.pair.post_receives(1)
+        # First what has arrived: the queue pair may have failed behind it, and then takes no receive.
+        token = lane.token
         if lane.epoch and completion.immediate == lane.epoch & 0xFFFFFFFF:
-            self._arrived(lane.token)
+            self._arrived(token)
         else:
             log.warning("lane %d: an immediate %s of no lease", lane.index, completion.immediate)
+        lane.pair.post_receives(1)
+        if lane.epoch and lane.token == token:
+            lane.taken += 1
+            if lane.taken % TELL == 0:
+                self._tell(Taken(token, lane.taken))
 
     def _fail(self, lane: Lane, reason: str) -> None:
         token = lane.token if lane.epoch else 0
@@ -248,3 +261,13 @@ class VerbsSlots:
                 pair.close()
         for queue in self._queues:
             queue.close()
+
+
+def _why(status: int) -> str:
+    """Of a lane that this end has not fenced. Its receives are flushed when the NIC refuses a write on it."""
+    if status == FLUSHED:
+        return (
+            "the NIC has stopped it, as it does when it refuses a write: a wrong rkey, or outside the region "
+            f"({describe(status)})"
+        )
+    return describe(status)

@@ -115,6 +115,9 @@ class VerbsPoolWriter(LinkPoolWriter):
             self.changed.notify_all()
 
     def _on_packet(self, packet: packets.Packet) -> bool:
+        if isinstance(packet, packets.Taken):
+            self._taken(packet)
+            return True
         if not isinstance(packet, packets.Renewed):
             return False
         lane = self._lanes.lanes[packet.lane] if 0 <= packet.lane < len(self._lanes.lanes) else None
@@ -136,6 +139,12 @@ class VerbsPoolWriter(LinkPoolWriter):
         self.try_send(answer)
         self.changed.notify_all()
         return True
+
+    def _taken(self, packet: packets.Taken) -> None:
+        slot, _ = split_token(packet.slot)
+        lease = self._lanes.lanes[slot].lease if slot < len(self._lanes.lanes) else None
+        if lease is not None and lease.token == packet.slot:
+            lease.taken(packet.count)
 
     def _release(self) -> None:
         self._lanes.close()
