@@ -1,7 +1,7 @@
 """The cluster that all end-to-end tests share: one P, two pools of different geometry, a router for each pair.
 
-    r0 ─ p0 ─ d0   block 32, 8 channels, room for about 5000 tokens: full under the soak
-    r1 ─ p0 ─ d1   block 64, 7 channels
+    r0 ─ p0 ─ d0   block 32, 8 channels, room for about 5000 tokens: full under the soak; stored in place
+    r1 ─ p0 ─ d1   block 64, 7 channels, with checksums: staged, written, and compared before it is decoded
 
 All in fp32, greedy text being equal only there; chunk budget 128, so that every prompt over 128 tokens is
 prefilled, and pushed, in several pieces.
@@ -42,7 +42,7 @@ class Deployment:
         chunks = {"block_size": PREFILL_BLOCK, "max_num_batched_tokens": 128}
         self.cluster.add("p0", "prefill", **self._engine, **chunks, hold_ttl_s=5)
         self._add_pool(0, channels=8, block_size=32, num_blocks=160)
-        self._add_pool(1, channels=7, block_size=64, num_blocks=160)
+        self._add_pool(1, channels=7, block_size=64, num_blocks=160, checksum=True)
 
     def _add_pool(self, number: int, **pool: object) -> tuple[str, str]:
         """A decode worker and a router of its own in front of it and p0 → their names."""
