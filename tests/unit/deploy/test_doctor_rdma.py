@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -37,9 +38,11 @@ USABLE = Survey(
 )
 WITHOUT = replace(USABLE, devices=(), peer_memory=(), modules=(), chosen=(), why=(), problem="no RDMA: load a driver")
 
+Look = Callable[[Survey], None]
+
 
 @pytest.fixture
-def look(monkeypatch: pytest.MonkeyPatch):
+def look(monkeypatch: pytest.MonkeyPatch) -> Look:
     """`look(survey)`: what the doctor finds here is this."""
 
     def set_survey(seen: Survey) -> None:
@@ -52,7 +55,7 @@ def finding(seen: Survey, check: str) -> Finding:
     return next(finding for finding in doctor_rdma.judge(seen) if finding.check == check)
 
 
-def test_a_usable_machine_names_what_is_used_and_why(look, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_usable_machine_names_what_is_used_and_why(look: Look, capsys: pytest.CaptureFixture[str]) -> None:
     look(USABLE)
     assert cli.main(["doctor", "rdma"]) == 0
     text = capsys.readouterr().out
@@ -61,14 +64,14 @@ def test_a_usable_machine_names_what_is_used_and_why(look, capsys: pytest.Captur
     assert "nvidia_peermem" in text
 
 
-def test_the_chosen_gid_is_marked_in_its_table(look, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_chosen_gid_is_marked_in_its_table(look: Look, capsys: pytest.CaptureFixture[str]) -> None:
     look(USABLE)
     doctor_rdma.main([])
     table = [line for line in capsys.readouterr().out.splitlines() if ": fe80" in line or ": ::ffff" in line]
     assert ["→" in line for line in table] == [False, True]
 
 
-def test_infiniband_is_named_by_its_lid(look, capsys: pytest.CaptureFixture[str]) -> None:
+def test_infiniband_is_named_by_its_lid(look: Look, capsys: pytest.CaptureFixture[str]) -> None:
     port = replace(PORT, link_layer="infiniband", lid=17)
     nic = replace(NIC, link_layer="infiniband", gid_index=None, lid=17, netdev=None)
     look(replace(USABLE, devices=(replace(DEVICE, ports=(port,)),), chosen=(nic,)))
@@ -78,7 +81,7 @@ def test_infiniband_is_named_by_its_lid(look, capsys: pytest.CaptureFixture[str]
     assert [line for line in text.splitlines() if line.startswith("→ port 1")]
 
 
-def test_json_holds_findings_and_the_whole_survey(look, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_findings_and_the_whole_survey(look: Look, capsys: pytest.CaptureFixture[str]) -> None:
     look(USABLE)
     assert doctor_rdma.main(["--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -89,13 +92,13 @@ def test_json_holds_findings_and_the_whole_survey(look, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("flag", [[], ["--json"]])
-def test_a_machine_without_rdma_is_status_1(flag: list[str], look, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_rdma_is_status_1(flag: list[str], look: Look, capsys: pytest.CaptureFixture[str]) -> None:
     look(WITHOUT)
     assert doctor_rdma.main(flag) == 1
     assert "no RDMA: load a driver" in capsys.readouterr().out
 
 
-def test_a_machine_without_rdma_is_told_what_needs_none(look, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_rdma_is_told_what_needs_none(look: Look, capsys: pytest.CaptureFixture[str]) -> None:
     look(WITHOUT)
     doctor_rdma.main([])
     assert "shm (one host) and nixl (any network) work without" in capsys.readouterr().out
@@ -134,20 +137,20 @@ def test_dmabuf_is_no_condition(supported: bool | None, level: str) -> None:
     assert finding(replace(USABLE, devices=(device,)), "dma-buf").level == level
 
 
-def test_a_device_that_cannot_be_opened_says_why(look, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_that_cannot_be_opened_says_why(look: Look, capsys: pytest.CaptureFixture[str]) -> None:
     device = replace(DEVICE, problem="permission denied: join the group rdma")
     look(replace(USABLE, devices=(device,), chosen=(), problem="mlx5_0 cannot be opened"))
     assert doctor_rdma.main([]) == 1
     assert "cannot be opened: permission denied: join the group rdma" in capsys.readouterr().out
 
 
-def test_the_general_doctor_has_a_line_for_rdma(look) -> None:
+def test_the_general_doctor_has_a_line_for_rdma(look: Look) -> None:
     look(USABLE)
     assert doctor.check_rdma().level == "ok"
     assert "mlx5_0 port 1" in doctor.check_rdma().found
 
 
-def test_the_general_doctor_does_not_fail_for_want_of_rdma(look) -> None:
+def test_the_general_doctor_does_not_fail_for_want_of_rdma(look: Look) -> None:
     look(WITHOUT)
     assert doctor.check_rdma() == Finding("rdma", "ok", "no RDMA devices; shm and nixl need none")
     look(replace(USABLE, chosen=(), problem="no active port"))
