@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from . import host, machine, pairing, quick_pytest
+from . import host, kernel, machine, pairing, quick_pytest
 
 collect_ignore = ["guest", "pair"]
 
@@ -19,6 +19,7 @@ def vm_host() -> None:
     """Skips, saying what is missing, where no guest can be had. HAWK_REQUIRE=vm makes that a failure."""
     try:
         host.check()
+        kernel.kernel()
         machine.accelerator()
     except host.Unavailable as error:
         pytest.skip(f"VM tests: {error}")

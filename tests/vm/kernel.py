@@ -136,7 +136,7 @@ def _newest_version(options: Sequence[str]) -> str:
     for meta in META_PACKAGES:
         if found := re.search(r"^Depends:.*?\blinux-image-(\d[^ ,]*)", _record(meta, options), re.MULTILINE):
             return found[1]
-    raise Unavailable(f"apt-cache knows none of {', '.join(META_PACKAGES)}")
+    raise Unavailable(f"apt-cache knows none of {', '.join(META_PACKAGES)}: can apt reach its sources?")
 
 
 def _record(package: str, options: Sequence[str]) -> str:

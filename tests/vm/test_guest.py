@@ -34,7 +34,7 @@ def outcome(vm_host: None, request: pytest.FixtureRequest, tmp_path_factory: pyt
     args = ["-v", "-k", "verbs or not test_backend_contract", f"--junitxml={out / 'junit.xml'}", *files]
     quick_pytest.warm_up(args)
     spec = machine.Spec(
-        quick_pytest.command(args), out, limit_s=200, memory_mb=2048, environment=quick_pytest.environment()
+        quick_pytest.command(args), out, limit_s=270, memory_mb=2048, environment=quick_pytest.environment()
     )
     [guest] = machine.run([spec], ["guest| "], sys.stdout)
     report = out / "junit.xml"
