@@ -135,12 +135,13 @@ class Arrivals:
                 inbound.placed += 1
                 if lease.granted:
                     self._receiver.drained(lease.id)
+            inbound.placing = False
+            if inbound.landed and _live(lease):
+                self._on_placed(lease)
         except Exception as error:
             self._failed(lease, error)
         finally:
             inbound.placing = False
-            if inbound.landed and _live(lease):
-                self._on_placed(lease)
             self._leases.unpin(lease)
 
     async def _finish(self, lease: LeaseRecord, inbound: Inbound) -> None:

@@ -20,6 +20,9 @@ import psutil
 
 from decode_worker.npu.emulated import EmulatedNpu
 from decode_worker.pool import KVPool
+from decode_worker.relayout import Relayout, Target
+from decode_worker.staging import Slots
+from transport.backends.base import Piece
 from transport.backends.shm import ShmReceiver
 from transport.generation import new_generation
 from transport.geometry import KVGeometry
@@ -139,7 +142,10 @@ async def eventually(check: Any, timeout_s: float = 10, every_s: float = 0.02) -
 
 
 class Decode:
-    """A decode worker's pool on an emulated NPU, and its data plane; it acknowledges what lands unless told not to."""
+    """A decode worker's pool on an emulated NPU, and its data plane; it acknowledges what lands unless told not to.
+
+    kv_path host: pieces are moved into the blocks as they are announced; contiguous: all that landed, by `read`.
+    """
 
     def __init__(
         self,
@@ -149,6 +155,7 @@ class Decode:
         *,
         kv_path: KVPath = "hawk",
         source_dtype: SourceDtype | None = None,
+        checksum: bool = False,
         **geometry: Any,
     ) -> None:
         self.name = name
@@ -163,7 +170,11 @@ class Decode:
             kv_path=kv_path,
             staging_size=1 << 27,
             source_dtype=source_dtype or self.geometry.dtype,  # type: ignore[arg-type]
+            checksum=checksum,
         )
+        self.relayout = Relayout(self.pool)
+        self.targets: dict[str, Target] = {}
+        self.pieces: dict[str, list[Piece]] = {}
         self.address = str(directory / f"{name}.sock")
         self.receiver = ShmReceiver(name, self.generation, TOKEN, self.pool.handed_out(), self, self.address)
         self.model = model_info(model, "m", 1024)
@@ -186,23 +197,30 @@ class Decode:
         first, self._next_block = self._next_block, self._next_block + 2 * count
         lease_id = f"{self.name}-{self.generation}-{next(self._ids)}"
         self.ends[lease_id] = asyncio.get_running_loop().create_future()
-        staged = self.pool.staging
+        slots: Slots | None = None
+        if self.pool.staging is not None:
+            slots = self.pool.staging.take(*self.pool.staging_room(prompt_tokens, resident_tokens))
+        blocks = tuple(range(first + 2 * count - 1, first, -2))
+        self.targets[lease_id] = Target(lease_id, writer.worker, blocks, prompt_tokens, resident_tokens, slots)
+        self.pieces[lease_id] = []
         return Lease(
             id=lease_id,
             worker=self.name,
             generation=self.generation,
-            block_ids=tuple(range(first + 2 * count - 1, first, -2)),
+            block_ids=blocks,
             prompt_tokens=prompt_tokens,
             resident_tokens=resident_tokens,
             ttl_s=30,
             slot=self.receiver.grant(lease_id, writer) if grant else 0,
-            staging_offset=None if staged is None else staged.take(self.pool.staging_bytes(prompt_tokens)),
+            staging_offset=slots.offset if slots else None,
+            staging_slots=slots.count if slots else 0,
+            staging_slot_bytes=slots.slot_bytes if slots else 0,
         )
 
     def read(self, lease: Lease) -> tuple[np.ndarray, np.ndarray]:
         """K and V of the prompt, float32 [L, T, H, D], as a decode engine would see them."""
-        if lease.staging_offset is not None:
-            self.pool.relayout(lease.staging_offset, lease.block_ids, lease.prompt_tokens, lease.resident_tokens)
+        if self.pool.kv_path == "contiguous":
+            self.relayout.scatter(self.targets[lease.id])
         channels = self.device.host_channels()
         assert channels is not None
         return read_kv(channels, self.pool.bases, self.geometry, lease.block_ids, lease.prompt_tokens)
@@ -213,7 +231,16 @@ class Decode:
 
     # ---- ReceiverEvents
 
+    def announced(self, lease_id: str, piece: Piece) -> None:
+        pieces = self.pieces[lease_id]
+        if self.pool.kv_path == "host":
+            self.relayout.place(self.targets[lease_id], len(pieces), piece)
+            self.receiver.drained(lease_id)
+        pieces.append(piece)
+
     def landed(self, lease_id: str) -> None:
+        if self.pool.checksum and self.pool.kv_path != "host":
+            self.relayout.check(self.targets[lease_id], self.pieces[lease_id])
         self.ends[lease_id].set_result("landed")
         if self.acknowledges:
             self.receiver.acknowledge(lease_id)

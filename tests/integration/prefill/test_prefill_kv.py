@@ -165,7 +165,7 @@ async def test_resident_tokens_are_not_written(
 
 
 @pytest.mark.parametrize("kv_path", ["hawk", "host", "contiguous"])
-@pytest.mark.parametrize(("channels", "block_size"), [(8, 32), (7, 64)])
+@pytest.mark.parametrize(("channels", "block_size", "checksum"), [(8, 32, False), (7, 64, True)])
 async def test_every_kv_path_and_odd_channels(
     worker: Worker,
     router: Router,
@@ -175,14 +175,16 @@ async def test_every_kv_path_and_odd_channels(
     kv_path: KVPath,
     channels: int,
     block_size: int,
+    checksum: bool,
 ) -> None:
-    options = {"kv_path": kv_path, "num_channels": channels, "block_size": block_size}
+    options = {"kv_path": kv_path, "num_channels": channels, "block_size": block_size, "checksum": checksum}
     async with decode_of("d0", model, tmp_path, dtype=dtype, **options) as decode:
         await router.open(decode)
         decode.poison()
         for length, resident in ((333, 0), (192, 64)):
             lease = decode.lease(router.writer, length, resident_tokens=resident)
             await router.hand_over(tokens_of(12 + channels, length), lease)
+            assert bool(decode.pieces[lease.id]) == (checksum or kv_path == "host")
             assert_landed(worker, decode, lease, dtype)
 
 
