@@ -32,7 +32,7 @@ def run_pair(vm_host: None, tmp_path: Path) -> Callable[[str], None]:
     def run(program: str) -> None:
         line = shlex.join([str(quick_pytest.PYTHON), str(host.HERE / "pair" / f"{program}.py")])
         environment = quick_pytest.environment() | {"PYTHONPATH": str(quick_pytest.CHECKOUT)}
-        with pairing.pair({"A": line, "B": line}, tmp_path, limit_s=120, environment=environment) as specs:
+        with pairing.pair({"A": line, "B": line}, tmp_path, limit_s=240, environment=environment) as specs:
             results = machine.run(specs, ["A| ", "B| "], sys.stdout)
         if any(result.code for result in results):
             pytest.fail("\n".join(f"==== node {n}: {result}" for n, result in zip("AB", results, strict=True)), False)

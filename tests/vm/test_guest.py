@@ -15,7 +15,7 @@ from . import host, junit, machine, quick_pytest
 CONTRACT = host.HERE.parent / "unit" / "transport" / "test_backend_contract.py"
 FILES = {path.stem: path for path in [*sorted((host.HERE / "guest").glob("test_*.py")), CONTRACT]}
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(700)]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def outcome(vm_host: None, request: pytest.FixtureRequest, tmp_path_factory: pyt
     args = ["-v", "-k", "verbs or not test_backend_contract", f"--junitxml={out / 'junit.xml'}", *files]
     quick_pytest.warm_up(args)
     spec = machine.Spec(
-        quick_pytest.command(args), out, limit_s=270, memory_mb=2048, environment=quick_pytest.environment()
+        quick_pytest.command(args), out, limit_s=600, memory_mb=2048, environment=quick_pytest.environment()
     )
     [guest] = machine.run([spec], ["guest| "], sys.stdout)
     report = out / "junit.xml"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(300)]
 
 
 def test_perftest_writes_over_the_wire(run_pair: Callable[[str], None]) -> None:
