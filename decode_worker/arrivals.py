@@ -55,8 +55,8 @@ class Arrivals:
             return
         inbound = self._of(lease)
         try:
-            self._check(lease, inbound, piece)
             begun_anew = inbound.coverage.add(piece)
+            self._check(lease, inbound, piece)
         except ProtocolError as error:
             self._leases.fail(
                 lease,
