@@ -12,6 +12,7 @@ import numpy as np
 
 from transport.backends.link import packets
 from transport.backends.link.handshake import Offer, PacketSocket
+from transport.backends.link.mapping import map_shared
 from transport.backends.shm.control import SLOT_BYTES, words
 from transport.errors import ProtocolError, PushFailed
 
@@ -50,10 +51,7 @@ def take(link: PacketSocket, offer: Offer) -> Mapped:
 def _map(fd: int, offset: object, length: int) -> np.ndarray:
     if not isinstance(offset, int):
         raise TypeError(f"{offset!r} is no offset")
-    start = offset % mmap.ALLOCATIONGRANULARITY
-    memory = mmap.mmap(fd, start + length, mmap.MAP_SHARED, offset=offset - start)
-    _private_to_process(memory)
-    return np.frombuffer(memory, np.uint8, length, start)
+    return map_shared(fd, offset, length)
 
 
 def _private_to_process(memory: mmap.mmap) -> None:

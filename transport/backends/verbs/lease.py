@@ -11,6 +11,7 @@ import numpy as np
 
 from transport.backends.base import Run
 from transport.backends.link.lease import LinkLeaseWriter
+from transport.backends.link.portions import portions
 from transport.backends.verbs.credit import RECEIVES
 from transport.backends.verbs.lanes import DEPTH, Held, Lane
 from transport.backends.verbs.write_chain import Write
@@ -62,7 +63,7 @@ class VerbsLeaseWriter(LinkLeaseWriter):
 
     def _store_copies(self, staging: np.ndarray, runs: Sequence[Run]) -> None:
         """Out of memory that the NIC cannot read."""
-        for part in _portions(runs, min(COPY_BYTES, self._pool.staging.size // 4)):
+        for part in portions(runs, min(COPY_BYTES, self._pool.staging.size // 4)):
             buffer, offset = self._take(sum(run.length for run in part))
             moved, position = [], 0
             for run in part:
@@ -160,21 +161,3 @@ class VerbsLeaseWriter(LinkLeaseWriter):
         if self._filling is not None and self._filling[1] == threading.get_ident():
             self._pool.staging.give(self._filling[0])
             self._filling = None
-
-
-def _portions(runs: Sequence[Run], most: int) -> Iterator[list[Run]]:
-    """The runs in portions of at most `most` bytes, longer runs cut."""
-    part: list[Run] = []
-    left = most
-    for run in runs:
-        position = 0
-        while position < run.length:
-            length = min(left, run.length - position)
-            part.append(Run(run.region, run.local_offset + position, run.remote_offset + position, length))
-            position += length
-            left -= length
-            if not left:
-                yield part
-                part, left = [], most
-    if part:
-        yield part

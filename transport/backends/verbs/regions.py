@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 from collections.abc import Sequence
 
 import numpy as np
 
+from transport.backends.link.mapping import map_shared
 from transport.backends.verbs.nic import OpenNic, Registration
 from transport.errors import ConfigurationError
 from transport.kernels.source import address
@@ -47,14 +46,10 @@ class RegisteredRegions:
         self._mappings.clear()
 
     def _map(self, fd: int, offset: int, length: int) -> np.ndarray:
-        start = offset % mmap.ALLOCATIONGRANULARITY
         try:
-            memory = mmap.mmap(fd, start + length, mmap.MAP_SHARED, offset=offset - start)
+            array = map_shared(fd, offset, length)
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"cannot map {length} bytes at {offset} of descriptor {fd}: {error}") from error
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_DONTFORK)
-        array = np.frombuffer(memory, np.uint8, length, start)
         self._mappings.append(array)
         return array
 
