@@ -1,6 +1,6 @@
 """`hawk bench transfer`: KV from prefill pages to decode pool, HAWK against its three baselines.
 
-Two processes, the real push and the real shared-memory data plane; only the model is missing. The geometry is
+Two processes, the real push and a real data plane (`--transport`); only the model is missing. The geometry is
 one rank of Llama-3.1-70B at TP4: 80 layers, 2 KV heads, head dim 128, bf16. A transfer lasts from the writer's
 opening of the lease until the receiver has acknowledged that the KV is in its pool. All paths take turns.
 
@@ -8,11 +8,17 @@ gg-direct  GPU layout, written straight into the pool      gn-hawk  NPU layout, 
 gg-host    staged on both sides, then copied into place    gn-host  staged on both sides, then re-laid-out
 
 The host paths work piece by piece: the writer stages one while the receiver takes another out of its slot.
+
+Then the data plane alone: writes of a fixed size, as fast as they go, and the CPU time that the writing process spends
+on each. With `--transport verbs`, perftest's ib_write_bw does the same on the same NIC, in turns (both ends on this
+host, as with the other transports: a NIC that loops back is not a wire).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import math
 import mmap
@@ -21,17 +27,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from decode_worker.pool import STAGING_SLOT_BYTES, STAGING_SLOTS
-from deploy.bench.transfer_pools import PATHS, WRITER, Process, Setup
+from deploy.bench import transfer_writes
+from deploy.bench.transfer_pools import PATHS, TRANSPORTS, WRITER, Process, Setup
 from prefill_worker.push.pieces import Pages, PieceWriter
 from transport.backends import connect
-from transport.backends.base import PoolWriter
+from transport.backends.base import PoolWriter, WriterOptions
+from transport.errors import ConfigurationError
 from transport.geometry import KVGeometry
 from transport.geometry.pages import PageLayout
 from transport.geometry.plan import plan
@@ -76,9 +84,10 @@ class Bench:
 
     def __init__(self, setup: Setup, layout: PageLayout, receiver: Process) -> None:
         self._receiver, self._setup = receiver, setup
-        self._pools = {path: setup.description(path) for path in PATHS}
+        self._pools = {path: setup.description(path, receiver.endpoints[path]) for path in PATHS}
+        options = WriterOptions(devices=setup.nics)
         self._writers: dict[str, PoolWriter] = {
-            path: connect(pool, WRITER, setup.token) for path, pool in self._pools.items()
+            path: connect(pool, WRITER, setup.token, options=options) for path, pool in self._pools.items()
         }
         self._rng = np.random.default_rng(0)
         self._blocks = setup.geometry.num_blocks
@@ -94,9 +103,9 @@ class Bench:
         for path in PATHS:
             cpu.prepare(self._pools[path].geometry, layout)
         self._sequence = 0
-        for path in PATHS:  # map every page before the clock matters
-            for memory in self._mapped(path, setup.max_tokens):
-                memory[:: mmap.PAGESIZE] = 0
+        if setup.transport == "shm":
+            for path in PATHS:  # map every page before the clock matters
+                self._touch(path)
 
     def close(self) -> None:
         for writer in self._writers.values():
@@ -114,9 +123,15 @@ class Bench:
         layout = self._source.layout
         return len(self._source.layers) * 2 * layout.num_kv_heads * layout.head_dim * 2 * tokens
 
+    def writes(self) -> transfer_writes.Target:
+        """Where writes without KV may go."""
+        path = "gg-direct"
+        [memory] = self._setup.views(path, self._receiver.memory)
+        return transfer_writes.Target(self._writers[path], lambda: self._lease(path, self._setup.max_tokens)[1], memory)
+
     def memcpy(self, tokens: int) -> float:
         """Seconds that the same bytes take as one contiguous copy into the same memory: a read and a write each."""
-        target = self._mapped("gg-direct", tokens)[0]
+        [target] = self._setup.views("gg-direct", self._receiver.memory)
         layers = self._source.layers
         share = self.bytes(tokens) // len(layers)
         start = time.perf_counter()
@@ -127,7 +142,7 @@ class Bench:
     def check(self, path: str, tokens: int) -> None:
         """Push into cleared blocks and compare them with the reference. Raises RuntimeError where they differ."""
         pool, lease = self._lease(path, tokens)
-        memory = self._mapped("gn-hawk" if PATHS[path][0] == "npu" else "gg-direct", tokens)
+        memory = self._setup.views(path, self._receiver.memory)
         runs = plan(pool.geometry, pool.bases, lease.block_ids, 0, tokens)
         for run in runs:
             memory[run.region][run.remote_offset : run.remote_offset + run.length] = 0
@@ -149,14 +164,11 @@ class Bench:
         writer.complete(TIMEOUT_S)
         return landed
 
-    def _mapped(self, path: str, tokens: int) -> Sequence[np.ndarray]:
-        """Views of a pool's memory, which stay valid after the lease that they were got by."""
-        writer = self._writers[path].open(self._lease(path, tokens)[1])
-        mapped = writer.mapped
+    def _touch(self, path: str) -> None:
+        writer = self._writers[path].open(self._lease(path, self._setup.max_tokens)[1])
+        for memory in writer.mapped or ():
+            memory[:: mmap.PAGESIZE] = 0
         writer.abort("only its mapping was wanted")
-        if mapped is None:
-            raise RuntimeError(f"the data plane of {path} maps nothing here")
-        return mapped
 
     def _lease(self, path: str, tokens: int) -> tuple[PoolDescription, Lease]:
         """A lease on blocks in random order."""
@@ -248,17 +260,50 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--slots", type=int, default=STAGING_SLOTS, help="host paths: staging slots (1: no overlap)")
     parser.add_argument("--slot-bytes", type=int, default=STAGING_SLOT_BYTES, help="host paths: bytes of a slot")
+    parser.add_argument("--transport", default="shm", choices=TRANSPORTS, help="data plane")
+    parser.add_argument("--nic", default="", help="verbs: device[:port[:gid index]], the one found unless given")
+    parser.add_argument(
+        "--write-sizes", type=int, nargs="*", default=[64, 256, 1024], metavar="KIB", help="of the writes"
+    )
+    parser.add_argument("--write-total", type=float, default=256.0, metavar="MB", help="MiB of writes of one size")
     parser.add_argument("--quick", action="store_true", help="10 and 20 MB, one round: does it run")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args(argv)
     if args.quick:
-        args.sizes, args.rounds = [10.0, 20.0], 1
+        args.sizes, args.rounds, args.write_total = [10.0, 20.0], 1, 16.0
     for name in ("rounds", "channels", "layers", "slots", "slot_bytes"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if min(args.sizes) <= 0:
-        parser.error(f"--sizes must be positive, got {min(args.sizes):g}")
+    for name in ("sizes", "write_sizes"):
+        if min(getattr(args, name), default=1) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {min(getattr(args, name)):g}")
+    if args.write_total * 1024 < max(args.write_sizes, default=0):
+        parser.error(f"--write-total of {args.write_total:g} MiB has no room for one write of --write-sizes")
     return args
+
+
+@contextlib.contextmanager
+def running(setup: Setup, layout: PageLayout) -> Iterator[Bench]:
+    receiver = Process(setup)
+    try:
+        bench = Bench(setup, layout, receiver)
+        try:
+            yield bench
+        finally:
+            bench.close()
+    finally:
+        receiver.close()
+
+
+def _beside(transport: str, nics: Sequence[str]) -> transfer_writes.Beside | None:
+    """What the same writes are compared with. Raises ConfigurationError."""
+    if transport != "verbs":
+        return None
+    from deploy.bench.perftest import ib_write_bw
+    from transport.backends.verbs.devices import choose
+
+    [nic] = choose(nics)
+    return functools.partial(ib_write_bw, nic)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -277,23 +322,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     geometry = KVGeometry(args.layers, 2, 128, args.block_size, blocks, args.channels, args.kv_dtype)
     say(
         f"{args.layers} layers, 2 KV heads, head dim 128, {args.pages} bf16 pages of {args.block_size} tokens → "
-        f"{args.kv_dtype} in {args.channels} channels; medians"
+        f"{args.kv_dtype} in {args.channels} channels, by {args.transport}; medians"
     )
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="hawk-bench-") as directory:
-        setup = Setup(geometry, max(tokens), directory, secrets.token_hex(16), args.slots, args.slot_bytes)
-        receiver = Process(setup)
-        try:
-            bench = Bench(setup, layout, receiver)
-            say(_header())
-            try:
+    nics = (args.nic,) if args.nic else ()
+    sizes = [size * 1024 for size in args.write_sizes]
+    try:
+        with tempfile.TemporaryDirectory(prefix="hawk-bench-") as directory:
+            setup = Setup(
+                geometry,
+                max(tokens),
+                directory,
+                secrets.token_hex(16),
+                args.slots,
+                args.slot_bytes,
+                transport=args.transport,
+                nics=nics,
+                largest_write=max(sizes, default=0),
+            )
+            with running(setup, layout) as bench:
+                say(_header())
                 results = measure(bench, tokens, args.rounds, args.seconds, say)
-            finally:
-                bench.close()
-        finally:
-            receiver.close()
+                writes = transfer_writes.measure(
+                    bench.writes(),
+                    sizes,
+                    round(args.write_total * MIB),
+                    args.rounds,
+                    say,
+                    _beside(args.transport, nics),
+                )
+    except ConfigurationError as error:
+        print(f"hawk bench transfer: {error.message}", file=sys.stderr)
+        return 1
     if args.json:
-        print(json.dumps({"results": results, "seconds": time.monotonic() - started, "paper": PAPER}))
+        outcome = {"transport": args.transport, "results": results, "writes": writes}
+        print(json.dumps(outcome | {"seconds": time.monotonic() - started, "paper": PAPER}))
     else:
         paper = ", ".join(f"{path} {small:g} → {large:g}" for path, (small, large) in PAPER.items())
         say(f"the paper, 10 → 1280 MB, latency with gg-host = 1: {paper}")

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from decode_worker.staging import Slots
 from transport.backends.base import Piece
-from transport.backends.shm import ShmReceiver
+from transport.backends.link.receiver import LinkReceiver
+from transport.errors import ConfigurationError, HawkError
 from transport.geometry import KVGeometry
 from transport.geometry.staging import linear_row_bytes
 from transport.kernels import cpu
@@ -34,6 +35,10 @@ PATHS: dict[str, tuple[str, str]] = {
     "gn-hawk": ("npu", "hawk"),
 }
 WRITER = Writer(worker="bench-prefill", generation="1")
+Transport = Literal["shm", "nixl", "verbs"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+_LEASES = 2
+"""Slots per writer: one lease is written at a time."""
 _PAGE = mmap.PAGESIZE
 
 
@@ -41,7 +46,8 @@ _PAGE = mmap.PAGESIZE
 class Setup:
     """What the process needs to make its pools. `geometry` is the NPU one; GPU pools keep bf16.
 
-    `slots` and `slot_bytes`: what a lease of kv_path host has for staging.
+    `slots` and `slot_bytes`: what a lease of kv_path host has for staging. `nics`: as `VerbsReceiver` names them.
+    `largest_write`: the GPU pool has room for two such writes, however little KV there is.
     """
 
     geometry: KVGeometry
@@ -50,6 +56,9 @@ class Setup:
     token: str
     slots: int
     slot_bytes: int
+    transport: Transport = "shm"
+    nics: tuple[str, ...] = ()
+    largest_write: int = 0
 
     def of(self, path: str) -> KVGeometry:
         """Geometry of the pool of `path`."""
@@ -63,7 +72,8 @@ class Setup:
     def region_bytes(self, path: str) -> int:
         """Bytes of one channel, in whole pages."""
         geometry = self.of(path)
-        return -(-geometry.num_tensors * geometry.bank_bytes // _PAGE) * _PAGE
+        least = 2 * self.largest_write if geometry.layout == "gpu" else 0
+        return -(-max(least, geometry.num_tensors * geometry.bank_bytes) // _PAGE) * _PAGE
 
     def staging(self) -> Slots:
         """The slots of the one lease that is written; each holds 32 tokens of a tensor at least."""
@@ -72,9 +82,21 @@ class Setup:
     def staging_bytes(self) -> int:
         return -(-self.staging().length // _PAGE) * _PAGE
 
-    def description(self, path: str) -> PoolDescription:
+    def channels(self, path: str) -> tuple[Region, ...]:
+        """The regions of the pool's channels, one behind the other in the memory that all pools share."""
+        length = self.region_bytes(path)
+        return tuple(Region(address=i * length, rkey=i, length=length) for i in range(self.of(path).num_channels))
+
+    def memory_bytes(self) -> int:
+        """Bytes of the memory that all pools share."""
+        return max(self.region_bytes(path) * self.of(path).num_channels for path in PATHS)
+
+    def views(self, path: str, memory: np.ndarray) -> list[np.ndarray]:
+        """The pool's channels in the shared memory, uint8."""
+        return [memory[region.address : region.address + region.length] for region in self.channels(path)]
+
+    def description(self, path: str, endpoint: Endpoint) -> PoolDescription:
         _, kv_path = PATHS[path]
-        length, count = self.region_bytes(path), self.of(path).num_channels
         staging = Region(address=0, rkey=0, length=self.staging_bytes()) if kv_path == "host" else None
         return PoolDescription(
             worker=path,
@@ -82,16 +104,22 @@ class Setup:
             kv_path=kv_path,  # type: ignore[arg-type]
             geometry=self.of(path),
             bases=self.bases(path),
-            channels=tuple(Region(address=i * length, rkey=i, length=length) for i in range(count)),
+            channels=self.channels(path),
             staging=staging,
             staging_dtype="bfloat16" if staging else None,
-            endpoint=Endpoint(backend="shm", address=f"{self.directory}/{path}.sock"),
+            endpoint=endpoint,
             model=ModelInfo(name="bench", fingerprint="bench", max_model_len=self.max_tokens, vocab_size=1),
         )
 
 
 class Process:
-    """The child process, as its parent sees it. `close` ends it."""
+    """The child process, as its parent sees it: where its pools are, and their memory, mapped. `close` ends it.
+
+    Raises ConfigurationError where the child cannot have the transport.
+    """
+
+    endpoints: dict[str, Endpoint]
+    """Of the pool of each path."""
 
     def __init__(self, setup: Setup) -> None:
         context = multiprocessing.get_context("spawn")
@@ -99,7 +127,12 @@ class Process:
         self._process = context.Process(target=_main, args=(setup, far), daemon=True)
         self._process.start()
         far.close()
-        self._receive("ready")
+        try:
+            fd, self.endpoints = self._receive("ready")
+            self.memory = _map_of(self._process.pid, fd, setup.memory_bytes())
+        except BaseException:
+            self.close()
+            raise
 
     def grant(self, path: str, lease_id: str, blocks: Sequence[int]) -> int:
         """Open a slot for a lease of `blocks` → the slot."""
@@ -117,6 +150,8 @@ class Process:
             kind, value = self._pipe.recv()
         except EOFError:
             raise RuntimeError("the receiving process of the benchmark died; see its output above") from None
+        if kind == "refused":
+            raise ConfigurationError(value)
         if kind != expected:
             raise RuntimeError(f"receiving process: {value}")
         return value
@@ -142,31 +177,48 @@ class _Pools:
 
     def __init__(self, setup: Setup, pipe: Connection) -> None:
         self._setup, self._pipe = setup, pipe
-        largest = max(setup.region_bytes(path) * setup.of(path).num_channels for path in PATHS)
-        self._fd, self._memory = _memory("hawk-bench-kv", largest)
+        self._fd, self._memory = _memory("hawk-bench-kv", setup.memory_bytes())
         self._staging_fd, self._staging = _memory("hawk-bench-staging", setup.staging_bytes())
         self._leases: dict[str, _Landing] = {}
         self._executor = ThreadPoolExecutor(1)
-        self._receivers: dict[str, ShmReceiver] = {}
+        self._receivers: dict[str, LinkReceiver] = {}
 
     async def serve(self) -> None:
-        for path, (_, kv_path) in PATHS.items():
-            pool = self._setup.description(path)
-            regions = [(region, self._fd, region.address) for region in pool.channels]
-            if kv_path == "host":
-                assert pool.staging is not None
-                regions = [(pool.staging, self._staging_fd, 0)]
-            token = self._setup.token
-            self._receivers[path] = ShmReceiver(path, "1", token, regions, self, pool.endpoint.address)
-            await self._receivers[path].start()
+        try:
+            for path in PATHS:
+                self._receivers[path] = self._receiver(path)
+                await self._receivers[path].start()
+        except HawkError as error:
+            self._pipe.send(("refused", error.message))
+            return
         stopped = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._pipe.fileno(), self._asked, stopped)
-        self._pipe.send(("ready", None))
+        endpoints = {path: receiver.endpoint for path, receiver in self._receivers.items()}
+        self._pipe.send(("ready", (self._fd, endpoints)))
         await stopped.wait()
         loop.remove_reader(self._pipe.fileno())
         for receiver in self._receivers.values():
             await receiver.close()
+
+    def _receiver(self, path: str) -> LinkReceiver:
+        """Raises ConfigurationError."""
+        setup = self._setup
+        regions = [(region, self._fd, region.address) for region in setup.channels(path)]
+        if PATHS[path][1] == "host":
+            regions = [(Region(address=0, rkey=0, length=setup.staging_bytes()), self._staging_fd, 0)]
+        what = (path, "1", setup.token, regions, self)
+        if setup.transport == "shm":
+            from transport.backends.shm import ShmReceiver
+
+            return ShmReceiver(*what, f"{setup.directory}/{path}.sock", slots=_LEASES)
+        if setup.transport == "nixl":
+            from transport.backends.nixl.receiver import NixlReceiver
+
+            return NixlReceiver(*what, slots=_LEASES)
+        from transport.backends.verbs.receiver import VerbsReceiver
+
+        return VerbsReceiver(*what, devices=setup.nics, slots=_LEASES)
 
     def _asked(self, stopped: asyncio.Event) -> None:
         try:
@@ -174,8 +226,13 @@ class _Pools:
         except EOFError:
             stopped.set()
             return
+        try:
+            slot = self._receivers[path].grant(lease_id, WRITER)
+        except HawkError as error:
+            self._pipe.send(("failed", error.message))
+            return
         self._leases[lease_id] = _Landing(path, blocks)
-        self._pipe.send(("slot", self._receivers[path].grant(lease_id, WRITER)))
+        self._pipe.send(("slot", slot))
 
     # ---- ReceiverEvents
 
@@ -203,8 +260,7 @@ class _Pools:
     # ---- kv_path host
 
     def _place(self, lease: _Landing, piece: Piece, at: int) -> int:
-        geometry, length = self._setup.of(lease.path), self._setup.region_bytes(lease.path)
-        channels = [self._memory[i * length : (i + 1) * length] for i in range(geometry.num_channels)]
+        geometry, channels = self._setup.of(lease.path), self._setup.views(lease.path, self._memory)
         linear = self._staging[at : at + self._setup.staging().slot_bytes]
         tensors = range(piece.first_tensor, piece.last_tensor + 1)
         what = (geometry, lease.blocks, linear, "bfloat16", piece.start, piece.stop, tensors)
@@ -231,3 +287,14 @@ def _memory(name: str, length: int) -> tuple[int, np.ndarray]:
     memory = np.frombuffer(mmap.mmap(fd, length), np.uint8)
     memory[::_PAGE] = 0
     return fd, memory
+
+
+def _map_of(pid: int | None, fd: int, length: int) -> np.ndarray:
+    """The memory behind a descriptor of a child process, every page present."""
+    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        memory = np.frombuffer(mmap.mmap(own, length), np.uint8)
+    finally:
+        os.close(own)
+    memory[::_PAGE] = 0
+    return memory

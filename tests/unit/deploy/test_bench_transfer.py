@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Sequence
 
@@ -9,12 +10,19 @@ import pytest
 
 from deploy.bench import transfer
 from deploy.bench.transfer import MIB, Row
+from deploy.bench.transfer_pools import PATHS
 from prefill_worker.push.pieces import Piece, PieceWriter
+
+WRITES = ("--write-sizes", "64", "--write-total", "0.5")
 
 
 def run(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, float]]:
-    assert transfer.main(["--json", "--layers", "2", "--rounds", "1", "--sizes", "0.5", "1", *flags]) == 0
-    return json.loads(capsys.readouterr().out)["results"]
+    return outcome(capsys, *flags)["results"]
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, list[dict[str, float]]]:
+    assert transfer.main(["--json", "--layers", "2", "--rounds", "1", "--sizes", "0.5", "1", *WRITES, *flags]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def test_json_names_every_path_and_size(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,6 +51,26 @@ def test_a_request_may_be_larger_than_its_staging_slots(capsys: pytest.CaptureFi
     assert {row["landed_bytes"] for row in results if row["path"] == "gn-host"} == {MIB // 2, MIB}
 
 
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+def test_every_path_lands_by_either_transport_and_so_do_writes_alone(
+    capsys: pytest.CaptureFixture[str], transport: str
+) -> None:
+    if transport == "nixl" and importlib.util.find_spec("nixl_cu12") is None:
+        pytest.skip("nixl-cu12 is not installed")
+    measured = outcome(capsys, "--transport", transport, "--write-sizes", "64", "1024", "--write-total", "2")
+    assert {row["path"] for row in measured["results"]} == set(PATHS)
+    assert [(row["write_bytes"], row["writes"]) for row in measured["writes"]] == [(65536, 32), (MIB, 2)]
+    for row in measured["writes"]:
+        assert "speed_vs_ib_write_bw" not in row  # there is nothing of its kind to compare with
+        assert row["cpu_us_per_write"] > 0
+
+
+def test_a_transport_that_cannot_be_had_here_is_said_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """The receiving process is where it fails first."""
+    assert transfer.main(["--transport", "verbs", "--nic", "no-such-nic", "--layers", "2", "--sizes", "0.5"]) == 1
+    assert capsys.readouterr().err.startswith("hawk bench transfer: ")
+
+
 def test_a_path_that_lands_something_else_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     real = PieceWriter.write
 
@@ -64,7 +92,17 @@ def test_ratios_are_against_gg_host_gg_direct_and_memcpy() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--sizes", "0"], ["--rounds", "0"], ["--channels", "-1"], ["--block-size", "48"], ["--slots", "0"]]
+    "flags",
+    [
+        ["--sizes", "0"],
+        ["--rounds", "0"],
+        ["--channels", "-1"],
+        ["--block-size", "48"],
+        ["--slots", "0"],
+        ["--write-sizes", "64", "-1"],
+        ["--write-sizes", "1024", "--write-total", "0.5"],
+        ["--transport", "carrier-pigeon"],
+    ],
 )
 def test_senseless_flags_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
