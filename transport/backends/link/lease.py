@@ -25,9 +25,10 @@ REVOKE_WAIT_S = 1.0
 class LinkLeaseWriter(ABC):
     """A `LeaseWriter`; `abort` may be called from any thread.
 
-    writing → landed → acknowledged, or → revoked (by the receiver) or aborted (here) or broken (the backend cannot
-    write any more). A chunk that is open when the lease is revoked or aborted runs to its end, and its end sends the
-    packet that says so. All states change under the pool's lock.
+    writing → landed → acknowledged, or → revoked (by the receiver), aborted (here), broken (the backend cannot write
+    any more, perhaps because of a fence) or failed (the same, for a reason of its own). A chunk that is open when the
+    lease is revoked or aborted runs to its end, and its end sends the packet that says so. All states change under
+    the pool's lock.
     """
 
     def __init__(self, pool: LinkPoolWriter, lease_id: str, token: int) -> None:
@@ -87,7 +88,7 @@ class LinkLeaseWriter(ABC):
     def abort(self, reason: str) -> None:
         pool = self._pool
         with pool.changed:
-            if self._state not in ("writing", "landed", "broken"):
+            if self._state not in ("writing", "landed", "broken", "failed"):
                 return
             self._state, self._reason = "aborted", reason[: packets.MAX_REASON_CHARS]
             pool.counters["aborts"] += 1
@@ -113,8 +114,9 @@ class LinkLeaseWriter(ABC):
         if self._state == "landed":  # the receiver knows from Landed that nothing is written any more
             self._state = "revoked"
             self._pool.forget(self)
-        elif self._state in ("writing", "revoked", "broken"):
-            self._state = "revoked"
+        elif self._state in ("writing", "revoked", "broken", "failed"):
+            if self._state != "failed":
+                self._state = "revoked"
             self._finish(packets.RevokeAck(self.lease_id, self.token))
         self._pool.changed.notify_all()
 
@@ -128,10 +130,13 @@ class LinkLeaseWriter(ABC):
             self._pool.forget(self)
             self._pool.changed.notify_all()
 
-    def break_off(self, reason: str) -> None:
-        """The backend cannot write the lease any more; its writer finds out, and aborts."""
+    def break_off(self, reason: str, *, fenced: bool = True) -> None:
+        """The backend cannot write the lease any more; its writer finds out, and aborts.
+
+        `fenced`: that may be because the receiver has fenced it.
+        """
         if self._state in ("writing", "landed"):
-            self._state, self._reason = "broken", reason
+            self._state, self._reason = "broken" if fenced else "failed", reason
             self._pool.changed.notify_all()
 
     # ---- chunks
@@ -196,7 +201,7 @@ class LinkLeaseWriter(ABC):
         if self._state == "aborted":
             raise PushFailed(f"the push of lease {self.lease_id} was aborted: {self._reason}")
         self._pool.check_alive()
-        if self._state == "broken":
+        if self._state in ("broken", "failed"):
             raise PushFailed(f"the push of lease {self.lease_id} failed: {self._reason}")
         raise PushFailed(f"lease {self.lease_id} was completed: it cannot be written any more")
 

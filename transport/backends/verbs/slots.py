@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -115,7 +115,12 @@ class VerbsSlots:
         return True
 
     def take(self, epoch: int) -> int:
-        lane = self._free.popleft()
+        """Of the NIC that has the fewest leases, the lane that has been free the longest."""
+        if not self._free:
+            raise IndexError("no lane is free")
+        busy = Counter(lane.nic for lane in self._lanes if lane.epoch)
+        lane = min(self._free, key=lambda lane: busy[lane.nic])
+        self._free.remove(lane)
         lane.epoch, lane.taken = epoch, 0
         return lane.token
 

@@ -7,6 +7,8 @@ FLUSHED = 5
 REMOTE_ACCESS = 10
 RETRIES_EXCEEDED = 12
 RECEIVER_NOT_READY = 13
+REFUSALS = {9, REMOTE_ACCESS, 11}
+"""Said by a queue pair that is in service: what was written is wrong. One that was fenced says nothing."""
 
 #: `ibv_wc_status`: name, and what it says about a one-sided write
 _STATUSES: dict[int, tuple[str, str]] = {
@@ -20,7 +22,7 @@ _STATUSES: dict[int, tuple[str, str]] = {
     7: ("bad response", "the peer's NIC answered with something unexpected"),
     8: ("local access error", "a protection error on this side while receiving"),
     9: ("remote invalid request", "the peer's NIC refused the kind or the length of the request"),
-    10: ("remote access error", "the peer's NIC refused the write: revoked, a wrong rkey, or outside the region"),
+    10: ("remote access error", "the peer's NIC refused the write: a wrong or revoked rkey, or outside the region"),
     11: ("remote operation error", "the peer's NIC could not complete the request"),
     12: ("retries exceeded", "the peer did not answer: it is dead, unreachable, or has reset the queue pair"),
     13: ("receiver not ready", "the peer had no receive posted for the immediate"),

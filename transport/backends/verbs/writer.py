@@ -14,7 +14,7 @@ from transport.backends.verbs.lanes import Lane, Lanes, join
 from transport.backends.verbs.lease import VerbsLeaseWriter
 from transport.backends.verbs.queue_pair import Options
 from transport.backends.verbs.sender import Sender
-from transport.backends.verbs.status import describe
+from transport.backends.verbs.status import REFUSALS, describe
 from transport.errors import HawkError
 from transport.messages import PoolDescription, Writer
 
@@ -111,7 +111,10 @@ class VerbsPoolWriter(LinkPoolWriter):
                     self._lanes.completed(lane, completion.wr_id)
                 elif lane.lease is not None:
                     self.counters[f"failed_wc_{completion.status}"] += 1
-                    lane.lease.break_off(f"NIC of {self.pool.worker}: {describe(completion.status)}")
+                    lane.lease.break_off(
+                        f"NIC of {self.pool.worker}: {describe(completion.status)}",
+                        fenced=completion.status not in REFUSALS,
+                    )
             self.changed.notify_all()
 
     def _on_packet(self, packet: packets.Packet) -> bool:

@@ -1,0 +1,504 @@
+"""What becomes of a push over RDMA when something fails: an error on both ends that names it, and a pool that works on.
+
+Fencing has tests of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from backend_harness import POISON, REGION_BYTES, TOKEN, WRITER, Events, Pool, describe
+from verbs_ends import sh, soft_nic
+from verbs_pool import LIMIT_S, QuickBackend, connect_to, filled, grant_soon, join, push, write_all
+
+from transport.backends.base import Piece, Run, WriterOptions
+from transport.backends.link.slots import split_token
+from transport.backends.verbs import credit, hw_counters, lease, slots
+from transport.backends.verbs.receiver import VerbsReceiver
+from transport.backends.verbs.writer import VerbsPoolWriter, connect
+from transport.errors import ConfigurationError, GeometryMismatch, HawkError, PushFailed
+from transport.messages import Endpoint, Lease, PoolDescription, Region, Writer
+
+LANES = 2
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[Pool]:
+    backend = QuickBackend(tmp_path)
+    yield await backend.pool(slots=LANES)
+    await backend.close()
+
+
+@pytest.fixture
+async def writer(pool: Pool) -> AsyncIterator[VerbsPoolWriter]:
+    connected = await join(pool)
+    yield connected
+    await asyncio.to_thread(connected.close)
+
+
+async def fails(push: Callable[[], object]) -> str:
+    """The message of the PushFailed that a push ends with."""
+    with pytest.raises(PushFailed) as failure:
+        await asyncio.wait_for(asyncio.to_thread(push), LIMIT_S)
+    return str(failure.value)
+
+
+async def all_lanes_work(pool: Pool, writer: VerbsPoolWriter) -> None:
+    leases = [await grant_soon(pool, f"again-{number}") for number in range(LANES)]
+    for number, granted in enumerate(leases):
+        await push(pool, await asyncio.to_thread(writer.open, granted), 0x30 + number, offset=4096 * number)
+
+
+# ---- what the writer gets wrong
+
+
+def another_rkey(region: tuple[int, int]) -> tuple[int, int]:
+    address, rkey = region
+    return address, rkey ^ 0x5500
+
+
+def past_the_end(region: tuple[int, int]) -> tuple[int, int]:
+    address, rkey = region
+    return address + REGION_BYTES - 100, rkey
+
+
+@pytest.mark.parametrize("tampered", [another_rkey, past_the_end])
+async def test_case_22_a_write_that_the_nic_refuses_is_named_on_both_ends_and_harms_no_other_lease(
+    pool: Pool, writer: VerbsPoolWriter, tampered: Callable[[tuple[int, int]], tuple[int, int]]
+) -> None:
+    bad, good = writer.open(pool.grant("bad")), writer.open(pool.grant("good"))
+    lane = writer._lanes.lanes[bad.slot]
+    right = lane.regions
+    lane.regions = [tampered(region) for region in right]
+    message = await fails(lambda: write_all(bad, filled(4096, 1)))
+    assert "lease bad failed: NIC of decode-0: status 10, remote access error" in message
+    assert "a wrong or revoked rkey, or outside the region" in message
+    bad.abort("the write was refused")
+    event = await pool.events.wait()
+    assert event[:2] == ("push_failed", "bad")
+    assert "refuse" in str(event[2])
+    assert all((region == POISON).all() for region in pool.memory)
+    assert writer.counters["failed_wc_10"] == 1
+    lane.regions = right
+    await push(pool, good, 2)
+    await all_lanes_work(pool, writer)
+    assert writer.counters["lanes_rebuilt"] == 1
+    assert writer.alive
+
+
+async def test_case_27_a_pool_of_another_shape_is_refused_at_the_handshake(pool: Pool) -> None:
+    other = pool.description.model_copy(
+        update={"channels": tuple(Region(address=0, rkey=index, length=4096) for index in range(2))}
+    )
+    with pytest.raises(GeometryMismatch, match=r"regions of \[1048576, 1048576\] bytes, its description says \[4096"):
+        await asyncio.to_thread(connect_to, other)
+    await asyncio.to_thread((await join(pool)).close)
+
+
+async def test_case_29_leases_on_equal_lanes_of_two_writers_are_kept_apart(pool: Pool, writer: VerbsPoolWriter) -> None:
+    another = Writer(worker="prefill-1", generation="q1")
+    second = await join(pool, another)
+    try:
+        granted = pool.grant("first"), pool.grant("second", another)
+        assert [split_token(lease.slot)[0] for lease in granted] == [0, 0]
+        mine, theirs = writer.open(granted[0]), second.open(granted[1])
+        theirs.write(filled(4096, 9), [Run(1, 0, 0, 4096)])
+        await push(pool, mine, 8)  # "landed" is of this one, and the other's fence leaves it alone
+        await pool.receiver.fence("second")
+        pool.memory[1][:] = POISON
+        await all_lanes_work(pool, writer)
+        assert (pool.memory[1] == POISON).all()
+    finally:
+        await asyncio.to_thread(second.close)
+
+
+async def test_two_pushes_at_once_both_get_on(pool: Pool, writer: VerbsPoolWriter) -> None:
+    """Each goes through its second half only when the other has gone through its first."""
+    halves = [threading.Event(), threading.Event()]
+    half, piece = REGION_BYTES // 2, 64 * 1024
+
+    def run(number: int) -> None:
+        opened = writer.open(granted[number])
+        for offset in range(0, REGION_BYTES, piece):
+            if offset == half:
+                halves[number].set()
+                assert halves[1 - number].wait(LIMIT_S)
+            opened.write(filled(piece, number + 1), [Run(number, 0, offset, piece)])
+        opened.complete(LIMIT_S)
+
+    granted = [pool.grant("a"), pool.grant("b")]
+    pushing = asyncio.gather(*(asyncio.to_thread(run, number) for number in range(2)))
+    for _ in range(2):
+        event = await pool.events.wait()
+        assert event[0] == "landed"
+        pool.receiver.acknowledge(str(event[1]))
+    await pushing
+    for number in range(2):
+        assert (pool.memory[number] == number + 1).all()
+
+
+# ---- a receiver that is busy
+
+
+def announce_many(opened: lease.VerbsLeaseWriter, count: int) -> None:
+    for number in range(count):
+        opened.announce(Piece(number, number + 1, 0, 0))
+
+
+async def test_announcements_wait_while_the_receivers_loop_is_busy(pool: Pool, writer: VerbsPoolWriter) -> None:
+    count = 3 * credit.RECEIVES
+    opened = writer.open(pool.grant("a"))
+    told_to_wait = hw_counters.read("rxe0", 1)["rcvd_rnr_err"]
+    pushing = threading.Thread(target=announce_many, args=(opened, count))
+    pushing.start()
+    with writer.changed:  # this thread is the receiver's: nothing is taken meanwhile
+        assert writer.changed.wait_for(
+            lambda: opened._marks == credit.RECEIVES and opened._lane.pair.room == opened._lane.pair.send_depth, LIMIT_S
+        )
+    for number in range(count):
+        assert await pool.events.wait() == ("announced", "a", Piece(number, number + 1, 0, 0))
+    await asyncio.to_thread(pushing.join)
+    assert hw_counters.read("rxe0", 1)["rcvd_rnr_err"] == told_to_wait
+    await push(pool, opened, 3)
+
+
+async def test_a_receiver_that_takes_no_announcement_fails_the_push_in_time(
+    pool: Pool, writer: VerbsPoolWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "STALL_S", 0.2)
+    opened = writer.open(pool.grant("a"))
+    failures: list[HawkError] = []
+
+    def run() -> None:
+        try:
+            announce_many(opened, credit.RECEIVES + 1)
+        except HawkError as error:
+            failures.append(error)
+
+    pushing = threading.Thread(target=run)
+    pushing.start()
+    pushing.join(LIMIT_S)  # in the receiver's loop
+    assert "lease a stalled: the receiver has taken no announcement for 0.2 s" in str(failures)
+    assert writer.counters["failed_stalled"] == 1
+    opened.abort("stalled")
+    while (event := await pool.events.wait())[0] == "announced":
+        pass
+    assert event == ("push_failed", "a", "stalled")
+    await all_lanes_work(pool, writer)
+
+
+async def test_more_immediates_than_receives_are_refused_by_name(
+    pool: Pool, writer: VerbsPoolWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the limit on announcements is for."""
+    monkeypatch.setattr(lease, "RECEIVES", 1000)
+    opened = writer.open(pool.grant("a"))
+    failures: list[HawkError] = []
+
+    def run() -> None:
+        try:
+            announce_many(opened, credit.RECEIVES + 1)
+            opened.complete(LIMIT_S)
+        except HawkError as error:
+            failures.append(error)
+
+    pushing = threading.Thread(target=run)
+    pushing.start()
+    pushing.join(LIMIT_S)
+    assert "status 13, receiver not ready" in str(failures)
+    opened.abort("not ready")
+    while (await pool.events.wait())[0] == "announced":
+        pass
+    await all_lanes_work(pool, writer)
+
+
+# ---- a peer that dies
+
+
+class Receiving:
+    """A decode process reduced to its receiver, forked off: it grants "a" and "b", and acknowledges what lands."""
+
+    def __init__(self, directory: Path) -> None:
+        inside, outside = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                asyncio.run(self._serve(directory, outside))
+            finally:
+                os._exit(1)
+        os.close(outside)
+        self._words = os.fdopen(inside)
+        self.description = PoolDescription.model_validate_json(self._words.readline())
+
+    @staticmethod
+    async def _serve(directory: Path, outside: int) -> None:
+        pool = await QuickBackend(directory).pool(slots=LANES)
+        os.write(outside, pool.description.model_dump_json().encode() + b"\n")
+        while True:
+            event = await pool.events.queue.get()
+            if event[0] == "writer_joined":
+                for name in "ab":
+                    os.write(outside, pool.grant(name).model_dump_json().encode() + b"\n")
+            elif event[0] == "landed":
+                pool.receiver.acknowledge(str(event[1]))
+            elif event[0] == "push_failed":
+                os.write(outside, f"{event[1]}: {event[2]}\n".encode())
+
+    def lease(self) -> Lease:
+        return Lease.model_validate_json(self._words.readline())
+
+    def word(self) -> str:
+        return self._words.readline()
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        self.signal(signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+
+    def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self._words.close()
+
+
+def keep_writing(opened: lease.VerbsLeaseWriter, begun: threading.Event, failures: list[str]) -> None:
+    data = filled(64 * 1024, 5)
+    try:
+        while True:
+            opened.write(data, [Run(0, 0, 0, len(data))])
+            begun.set()
+    except HawkError as error:
+        failures.append(f"{error.code}: {error}")
+
+
+def test_case_24_a_killed_receiver_ends_the_push_and_is_reported(tmp_path: Path) -> None:
+    receiving = Receiving(tmp_path)
+    lost: list[str] = []
+    gone, begun = threading.Event(), threading.Event()
+    try:
+        connected = connect_to(receiving.description, on_lost=lambda reason: (lost.append(reason), gone.set()))
+        opened = connected.open(receiving.lease())
+        failures: list[str] = []
+        pushing = threading.Thread(target=keep_writing, args=(opened, begun, failures))
+        pushing.start()
+        assert begun.wait(LIMIT_S)
+    finally:
+        receiving.end()
+    pushing.join(LIMIT_S)
+    assert gone.wait(LIMIT_S)
+    [failure] = failures
+    assert failure.startswith("push_failed: the connection to pool decode-0 is over")
+    assert len(lost) == 1
+    connected.close()
+    with pytest.raises(PushFailed, match="cannot connect"):
+        connect_to(receiving.description)
+
+
+def test_a_stopped_receiver_ends_the_push_in_time_and_learns_of_it_when_it_goes_on(tmp_path: Path) -> None:
+    receiving = Receiving(tmp_path)
+    try:
+        connected = connect_to(receiving.description)
+        first, second = (connected.open(receiving.lease()) for _ in "ab")
+        receiving.stop()
+        first.write(filled(4096, 5), [Run(0, 0, 0, 4096)])
+        with pytest.raises(PushFailed, match=r"pool decode-0 did not acknowledge lease a within 0\.2 s"):
+            first.complete(0.2)
+        second.write(filled(4096, 6), [Run(0, 0, 0, 4096)])
+        second.abort("the receiver is too slow")
+        receiving.signal(signal.SIGCONT)
+        assert receiving.word() == "b: the receiver is too slow\n"
+        assert connected.alive
+        connected.close()
+    finally:
+        receiving.end()
+
+
+async def test_a_link_that_breaks_fails_the_push_and_stops_its_writes(pool: Pool) -> None:
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    writer = await join(pool, on_lost=lambda reason: loop.call_soon_threadsafe(lost.put_nowait, reason))
+    opened = writer.open(pool.grant("a"))
+    [connection] = pool.receiver._connections  # type: ignore[attr-defined]
+    connection.close()
+    assert await pool.events.wait() == ("writer_lost", WRITER)
+    pool.memory[0][:] = 0x77  # the next owner's
+    assert "connection to pool decode-0 is over" in await fails(lambda: write_all(opened, filled(4096, 1)))
+    assert "closed it, or died" in await asyncio.wait_for(lost.get(), LIMIT_S)
+    await asyncio.to_thread(writer.close)
+    assert (pool.memory[0] == 0x77).all()
+
+
+# ---- the network, the device
+
+
+async def test_a_link_that_is_down_fails_pushes_and_readiness_until_it_is_up_again(tmp_path: Path) -> None:
+    with soft_nic("rxe5", "hawk5"):
+        backend = QuickBackend(tmp_path, ("rxe5",))
+        pool = await backend.pool(slots=LANES)
+        receiver = pool.receiver
+        writer = await join(pool, devices=("rxe5",))
+        assert receiver.ready() is None
+        await push(pool, writer.open(pool.grant("before")), 1)
+        opened = writer.open(pool.grant("during"))
+        sh("ip link set hawk5 down")
+        assert receiver.ready() == "port 1 of NIC rxe5 is down"
+        # Soft-RoCE has no route and says so at once, other NICs send into the void until they give up.
+        message = await fails(lambda: write_all(opened, filled(4096, 2)))
+        assert "status 2," in message or "status 12," in message
+        opened.abort("the network is down")
+        event = await pool.events.wait()
+        assert event in (("push_failed", "during", "the network is down"), ("writer_lost", WRITER))
+        sh("ip link set hawk5 up")
+        while receiver.ready() is not None:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(writer.close)  # the lane may not have been rebuilt while the link was down
+        while event[0] != "writer_lost":
+            event = await pool.events.wait()
+        again = await join(pool, devices=("rxe5",))
+        await all_lanes_work(pool, again)
+        await asyncio.to_thread(again.close)
+        await backend.close()
+
+
+async def test_a_device_that_is_removed_fails_pushes_and_readiness_and_everything_closes(tmp_path: Path) -> None:
+    with soft_nic("rxe6", "hawk6"):
+        backend = QuickBackend(tmp_path, ("rxe6",))
+        pool = await backend.pool(slots=LANES)
+        writer = await join(pool, devices=("rxe6",))
+        opened = writer.open(pool.grant("a"))
+        # Takes rxe6 along, and waits for its users.
+        removal = await asyncio.create_subprocess_exec("ip", "link", "delete", "hawk6")
+        while (reason := pool.receiver.ready()) is None:
+            await asyncio.sleep(0.01)
+        assert "rxe6" in reason
+        await fails(lambda: write_all(opened, filled(4096, 2)))
+        opened.abort("the device is gone")
+        assert (await pool.events.wait())[0] in ("push_failed", "writer_lost")
+        await asyncio.wait_for(asyncio.to_thread(writer.close), LIMIT_S)
+        await asyncio.wait_for(backend.close(), LIMIT_S)
+        assert await asyncio.wait_for(removal.wait(), LIMIT_S) == 0
+    with pytest.raises(ConfigurationError, match="rxe6"):
+        await QuickBackend(tmp_path, ("rxe6",)).pool()
+
+
+async def test_lanes_come_back_although_the_completion_queue_has_no_room_at_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The room of a fenced queue pair is free when its completions are drained; the new one waits for that."""
+    monkeypatch.setattr(slots, "SPARE", 2)
+    backend = QuickBackend(tmp_path)
+    pool = await backend.pool(slots=1)
+    writer = await join(pool)
+    for number in range(8):
+        opened = await asyncio.to_thread(writer.open, await grant_soon(pool, f"fenced-{number}"))
+        opened.write(filled(4096, number), [Run(0, 0, 0, 4096)])
+        await pool.receiver.fence(f"fenced-{number}")
+    await push(pool, await asyncio.to_thread(writer.open, await grant_soon(pool, "last")), 0x44)
+    assert writer.counters["lanes_rebuilt"] == 8
+    await asyncio.to_thread(writer.close)
+    await backend.close()
+
+
+# ---- what is configured wrongly
+
+
+@pytest.mark.parametrize("side", ["receiver", "writer"])
+def test_too_low_a_memlock_limit_says_how_to_raise_it(side: str, tmp_path: Path) -> None:
+    """In a child without root's rights, which would make it exempt."""
+    inside, outside = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
+            os.setgid(65534)
+            os.setuid(65534)
+            try:
+                register(side)
+            except HawkError as error:
+                os.write(outside, f"{error.code}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(outside)
+    with os.fdopen(inside) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    assert text.startswith("configuration"), text
+    for part in ("rxe0 cannot register 1048576 bytes", "limit of locked memory is 0.0625 MiB", "LimitMEMLOCK=infinity"):
+        assert part in text
+
+
+def register(side: str) -> None:
+    if side == "receiver":
+        fd = os.memfd_create("region")
+        os.ftruncate(fd, REGION_BYTES)
+        VerbsReceiver("d", "g", TOKEN, [(Region(address=0, rkey=0, length=REGION_BYTES), fd, 0)], Events(), "127.0.0.1")
+    else:
+        connect(nowhere(), WRITER, TOKEN, options=WriterOptions(staging_bytes=REGION_BYTES))
+
+
+def nowhere() -> PoolDescription:
+    """A pool that nobody serves."""
+    regions = [Region(address=0, rkey=0, length=REGION_BYTES)]
+    return describe("decode-0", "d1", regions, Endpoint(backend="verbs", address="127.0.0.1:1"))
+
+
+def test_a_device_that_does_not_exist_is_named_on_both_sides() -> None:
+    message = "there is no RDMA device 'mlx5_9'; there are: rxe0"
+    with pytest.raises(ConfigurationError, match=message):
+        VerbsReceiver("d", "g", TOKEN, [], Events(), devices=("mlx5_9",))
+    with pytest.raises(ConfigurationError, match=message):
+        connect_to(nowhere(), devices=("mlx5_9",))
+
+
+def test_a_file_that_cannot_be_mapped_is_named() -> None:
+    fd = os.open("/proc/version", os.O_RDONLY)
+    with pytest.raises(ConfigurationError, match=f"cannot map 4096 bytes at 0 of descriptor {fd}"):
+        VerbsReceiver("d", "g", TOKEN, [(Region(address=0, rkey=0, length=4096), fd, 0)], Events(), "127.0.0.1")
+    os.close(fd)
+
+
+# ---- several NICs
+
+
+async def test_lanes_are_dealt_over_several_nics_and_one_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    with soft_nic("rxe5", "hawk5"):
+        both = ("rxe0", "rxe5")
+        backend = QuickBackend(tmp_path, both)
+        pool = await backend.pool(slots=4)
+        writer = await join(pool, devices=both)
+        try:
+            assert [lane.nic for lane in writer._lanes.lanes] == [0, 1, 0, 1]
+            opened = [writer.open(pool.grant(f"lease-{number}")) for number in range(4)]
+            data = np.random.default_rng(1).integers(0, 256, REGION_BYTES, np.uint8)
+            part = REGION_BYTES // 4
+            before = [hw_counters.read(device, 1)["sent_pkts"] for device in both]
+            for number, one in enumerate(opened):
+                one.write(data[number * part : (number + 1) * part], [Run(0, 0, number * part, part)])
+            pushing = [asyncio.create_task(asyncio.to_thread(one.complete, LIMIT_S)) for one in opened]
+            for _ in opened:
+                event = await pool.events.wait()
+                assert event[0] == "landed"
+                pool.receiver.acknowledge(str(event[1]))
+            await asyncio.gather(*pushing)
+            assert (pool.memory[0] == data).all()
+            for device, count in zip(both, before, strict=True):
+                assert hw_counters.read(device, 1)["sent_pkts"] - count >= 2 * part // 4096
+
+            sh("ip link set hawk5 down")
+            assert pool.receiver.ready() == "port 1 of NIC rxe5 is down"
+            by_nic = {writer._lanes.lanes[one.slot].nic: one for one in (writer.open(pool.grant(n)) for n in "ab")}
+            await push(pool, by_nic[0], 0x55)
+            await fails(lambda: write_all(by_nic[1], filled(4096, 0x66)))
+        finally:
+            await asyncio.to_thread(writer.close)
+            await backend.close()
