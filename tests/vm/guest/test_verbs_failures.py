@@ -220,6 +220,31 @@ async def test_more_immediates_than_receives_are_refused_by_name(
     await all_lanes_work(pool, writer)
 
 
+async def test_a_lane_that_takes_no_more_receives_costs_no_other_lane_its_arrivals(
+    pool: Pool, writer: VerbsPoolWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both arrive in one batch of completions."""
+    bad, good = writer.open(pool.grant("bad")), writer.open(pool.grant("good"))
+    [connection] = pool.receiver._connections  # type: ignore[attr-defined]
+    pair = connection.slots._lanes[bad.slot].pair
+
+    def refuse(count: int) -> None:
+        raise PushFailed("the queue pair is broken")
+
+    monkeypatch.setattr(pair, "post_receives", refuse)
+    piece = Piece(0, 1, 0, 0)
+    for opened in (bad, good):  # in the receiver's thread, which sees nothing of it meanwhile
+        opened.announce(piece)
+        with writer.changed:
+            assert writer.changed.wait_for(lambda lane=opened._lane: lane.pair.room == lane.pair.send_depth, LIMIT_S)
+    failed = ("push_failed", "bad", f"lane {bad.slot}: the queue pair is broken")
+    awaited = {failed, ("announced", "good", piece)}
+    while awaited:
+        awaited.discard(await pool.events.wait())
+    await push(pool, good, 7)
+    await all_lanes_work(pool, writer)
+
+
 # ---- a peer that dies
 
 
