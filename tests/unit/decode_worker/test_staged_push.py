@@ -14,7 +14,6 @@ import pytest
 from decode_fakes import WRITER, Bench, Router
 
 from decode_worker.engines.scripted import continuation, row_value
-from decode_worker.lease import LeaseLimits
 from decode_worker.npu.base import Buffer, DmaMapping
 from decode_worker.npu.emulated import EmulatedNpu
 from decode_worker.pool import KVPool
@@ -258,12 +257,15 @@ async def test_a_push_that_ends_in_the_middle_gives_every_slot_and_block_back(
 async def test_a_lease_that_expires_in_the_middle_gives_every_slot_and_block_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = LeaseLimits(ttl_s=0.05, max_hold_s=10, watermark=0)
-    async with rig_of(tmp_path, kv_path="host", slot_bytes=ROW, limits=limits) as rig:
+    async with rig_of(tmp_path, kv_path="host", slot_bytes=ROW) as rig:
         rig.hold_pieces(monkeypatch)
         router = await rig.bench.router()
         rig.whole(await rig.bench.reserve(router, "r", PROMPT), PROMPT)
         await rig.until_entered()
+        leases = rig.bench.worker.leases
+        now = leases._clock()
+        monkeypatch.setattr(leases, "_clock", lambda: now + 31)  # the TTL is 30 s
+        leases.reap()
         assert await router.ended("r") == "lease_expired"
         failed = await rig.reported()
         assert isinstance(failed, Failed)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from prefill_fakes import FakeSession, lease_of, pool_of
 
-from prefill_worker.pool_table import PoolTable
-from transport.errors import StaleGeneration, UnknownPool
-from transport.messages import ClosePool, ErrorInfo, OpenPool, PoolOpened, PoolRefused
+from prefill_worker.pool_table import PoolTable, check_lease
+from transport.errors import InvalidRequest, StaleGeneration, UnknownPool
+from transport.messages import ClosePool, ErrorInfo, OpenPool, PoolOpened, PoolRefused, Region
 
 OPENED = PoolOpened(worker="d0", generation="g0")
 
@@ -60,3 +60,20 @@ async def test_a_new_generation_takes_the_place_once_it_is_open() -> None:
     assert sent[-1] == ClosePool(worker="d0", generation="g1")
     with pytest.raises(UnknownPool):
         table.check(lease_of(100, generation="g1"), 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"staging_offset": None}, "staging_offset does not go with kv_path host"),
+        ({"staging_slots": 0}, "0 slots of 8192 bytes at 4096"),
+        ({"staging_offset": 40961}, "are not in a staging region of 65536 bytes"),
+    ],
+)
+def test_a_lease_whose_slots_are_not_in_the_staging_region_is_refused(changes: dict[str, Any], words: str) -> None:
+    pool = pool_of(kv_path="host", staging=Region(address=0, rkey=0, length=65536), staging_dtype="float32")
+    slots = {"staging_offset": 4096, "staging_slots": 3, "staging_slot_bytes": 8192}
+    check_lease(lease_of(100, **slots), pool, 100)
+    check_lease(lease_of(100, **slots | {"staging_offset": 40960}), pool, 100)
+    with pytest.raises(InvalidRequest, match=words):
+        check_lease(lease_of(100, **slots | changes), pool, 100)

@@ -12,7 +12,7 @@ import pytest
 from backend_harness import BACKENDS, POISON, REGION_BYTES, TOKEN, WRITER, Backend, Pool
 
 from transport.backends import connect
-from transport.backends.base import LeaseWriter, PoolWriter, Run
+from transport.backends.base import LeaseWriter, Piece, PoolWriter, Run
 from transport.errors import AuthenticationFailed, LeaseRevoked, Overloaded, PushFailed, StaleGeneration, WorkerLost
 from transport.messages import Lease, Writer
 
@@ -168,6 +168,71 @@ async def test_a_run_out_of_bounds_is_refused_by_name(pool: Pool, writer: PoolWr
     with pytest.raises(PushFailed, match=rf"run 1 of lease a .*region={run.region}, .*region {run.region} has"):
         lease.write(pattern(100), [Run(0, 0, 0, 1), run])
     assert all((region == POISON).all() for region in pool.memory)
+
+
+async def test_an_announced_piece_is_in_place(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    pieces = [Piece(0, 32, 0, 1), Piece(32, 64, 2, 5, (0, (1 << 64) - 1)), Piece(64, 70, 0, 1, (7, 8))]
+
+    def announce() -> None:
+        for number, piece in enumerate(pieces):
+            staging = lease.stage(100_000)
+            staging[:] = number + 1
+            lease.write(staging, [Run(number % 2, 0, number * 100_000, 100_000)])
+            lease.announce(piece)
+        lease.complete(10.0)
+
+    pushing = asyncio.create_task(asyncio.to_thread(announce))
+    for number, piece in enumerate(pieces):
+        assert await pool.events.wait() == ("announced", "a", piece)
+        assert (pool.memory[number % 2][number * 100_000 :][:100_000] == number + 1).all()
+    assert await pool.events.wait() == ("landed", "a")
+    pool.receiver.acknowledge("a")
+    await pushing
+
+
+async def test_a_writer_waits_until_its_pieces_are_drained(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    await asyncio.to_thread(lease.announce, Piece(0, 32, 0, 0))
+    await asyncio.to_thread(lease.announce, Piece(32, 64, 0, 0))
+    await pool.events.wait()
+    await pool.events.wait()
+    waiting = asyncio.create_task(asyncio.to_thread(lease.wait_drained, 2, 10.0))
+    pool.receiver.drained("a")
+    await asyncio.to_thread(lease.wait_drained, 1, 10.0)
+    assert not await fenced_soon(waiting)
+    pool.receiver.drained("a")
+    await asyncio.wait_for(waiting, 10)
+
+
+async def test_pieces_that_are_not_drained_fail_in_time(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    await asyncio.to_thread(lease.announce, Piece(0, 32, 0, 0))
+    with pytest.raises(PushFailed, match=r"did not empty piece 1 of lease a within 0\.1 s"):
+        await asyncio.to_thread(lease.wait_drained, 1, 0.1)
+
+
+async def test_a_fence_wakes_a_writer_that_waits_for_room(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    await asyncio.to_thread(lease.announce, Piece(0, 32, 0, 0))
+    await pool.events.wait()
+    waiting = asyncio.create_task(asyncio.to_thread(lease.wait_drained, 1, 10.0))
+    assert not await fenced_soon(waiting)
+    await asyncio.wait_for(pool.receiver.fence("a"), 10)
+    with pytest.raises(LeaseRevoked):
+        await waiting
+    with pytest.raises(LeaseRevoked):
+        lease.announce(Piece(32, 64, 0, 0))
+    pool.receiver.drained("a")  # of a lease that is over: nothing to tell
+
+
+async def test_case_10_an_abort_wakes_a_writer_that_waits_for_room(pool: Pool, writer: PoolWriter) -> None:
+    lease = writer.open(pool.grant("a"))
+    waiting = asyncio.create_task(asyncio.to_thread(lease.wait_drained, 1, 10.0))
+    assert not await fenced_soon(waiting)
+    lease.abort("client gone")
+    with pytest.raises(PushFailed, match="client gone"):
+        await waiting
 
 
 async def test_case_22_abort_tells_the_reason_once(pool: Pool, writer: PoolWriter) -> None:
