@@ -14,12 +14,15 @@ import numpy as np
 from transport.errors import ConfigurationError, PushFailed
 from transport.kernels.source import LINE, address
 
+_WIPEONFORK = 18
+"""Linux's MADV_WIPEONFORK, without a name in `mmap`. A child shares no page that a NIC reads, and yet has no hole
+there: the end of its copy of the mapping would otherwise unmap whatever it had put in that place meanwhile."""
 POLL_S = 0.1
 """How often a thread that waits for room looks whether its lease is still worth waiting for."""
 
 
 class StagingMemory:
-    """`size` bytes of this process, not inherited by its children, dealt out first fit on cache lines. Thread-safe.
+    """`size` bytes of this process, empty in its children, dealt out first fit on cache lines. Thread-safe.
 
     Raises ConfigurationError if the memory cannot be had.
     """
@@ -30,7 +33,7 @@ class StagingMemory:
             memory = mmap.mmap(-1, self.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"no {size} bytes of staging memory to be had: {error}") from error
-        for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+        for advice in (_WIPEONFORK, mmap.MADV_HUGEPAGE):
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 memory.madvise(advice)
         self.array = np.frombuffer(memory, np.uint8)

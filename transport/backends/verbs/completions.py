@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from transport.backends.verbs.descriptors import create_with_descriptor
-from transport.backends.verbs.nic import RECEIVED, OpenNic, destroy
+from transport.backends.verbs.nic import RECEIVED, OpenNic, blind, destroy, keep
 from transport.backends.verbs.status import OK
 from transport.errors import ConfigurationError, Overloaded, WorkerLost
 
@@ -155,6 +155,15 @@ class Completions:
             self._closed = True
             destroy(self.queue, "completion queue")
             destroy(self._channel, "completion channel")
+
+    def abandon(self) -> None:
+        self._lock = threading.RLock()
+        if self._closed:
+            return
+        self._closed = True
+        keep(self.queue)
+        keep(self._channel)
+        blind(self.fd)
 
     def _take_events(self) -> None:
         """Acknowledged at once: destroying a queue waits for its last acknowledgement."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
+import os
 import platform
 import select
 import threading
@@ -48,6 +50,9 @@ class NicEvent:
 class Closable(Protocol):
     def close(self) -> None: ...
 
+    def abandon(self) -> None:
+        """In a forked child: leave it to the parent. Nothing of it may be used any more."""
+
 
 def destroy(resource: Any, name: str) -> None:
     """Close a pyverbs object. A device that is gone takes its objects along and may refuse; then that is logged."""
@@ -55,6 +60,18 @@ def destroy(resource: Any, name: str) -> None:
         resource.close()
     except library.load().error as error:
         log.warning("closing %s: %s", name, error)
+
+
+def keep(resource: Any) -> None:
+    """In a forked child: never finalise a pyverbs object, which would destroy the parent's resource of that handle."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(resource))
+
+
+def blind(fd: int) -> None:
+    """In a forked child: let go of what the descriptor shares with the parent, and keep its number taken."""
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(null, fd, inheritable=False)
+    os.close(null)
 
 
 class Registration:
@@ -75,9 +92,16 @@ class Registration:
         if region is not None:
             destroy(region, f"memory region {self.lkey:#x}")
 
+    def abandon(self) -> None:
+        region, self._region = self._region, None
+        if region is not None:
+            keep(region)
+
 
 class OpenNic:
     """The context and protection domain of one NIC; one per process and NIC is enough. Thread-safe.
+
+    It stays its process's own: in a forked child it is closed, and so is all that was opened on it.
 
     Raises ConfigurationError if the device cannot be opened.
     """
@@ -118,6 +142,7 @@ class OpenNic:
             for name in dir(lib.enums)
             if name.startswith(prefix)
         }
+        _nics.add(self)
 
     # ---- memory
 
@@ -232,8 +257,37 @@ class OpenNic:
             destroy(self.domain, "protection domain")
             destroy(self.context, self.nic.device)
 
+    def abandon(self) -> None:
+        """In a forked child: leave the NIC to the parent, whose queue pairs and memory it holds.
+
+        The child has the same handles on the same device file, and would destroy the parent's resources by them.
+        """
+        self._lock = threading.RLock()  # a thread of the parent may have held the old one
+        if self._closed:
+            return
+        self._closed = True
+        for dependents in self._dependents.values():
+            for dependent in list(dependents):
+                dependent.abandon()
+        for resource in (self._scratch, self.domain, self.context):
+            keep(resource)
+        for fd in (self.context.cmd_fd, self.event_fd):
+            blind(fd)
+
     def _open(self) -> threading.RLock:
         """The lock, of a NIC that is open: pyverbs would follow a null pointer on a closed one."""
         if self._closed:
             raise WorkerLost(f"NIC {self.nic.device} is closed")
         return self._lock
+
+
+_nics: weakref.WeakSet[OpenNic] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for nic in list(_nics):
+        nic.abandon()
+    _nics.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

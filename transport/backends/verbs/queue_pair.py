@@ -13,7 +13,7 @@ from typing import Any
 
 from transport.backends.verbs.address import Address
 from transport.backends.verbs.completions import Completion, Completions
-from transport.backends.verbs.nic import OpenNic, destroy
+from transport.backends.verbs.nic import OpenNic, destroy, keep
 from transport.backends.verbs.status import describe
 from transport.backends.verbs.write_chain import Write
 from transport.errors import ConfigurationError, Overloaded, PushFailed
@@ -296,6 +296,13 @@ class QueuePair:
         """Destroy it; as strict as `reset`. Idempotent."""
         with self._lock:
             self._destroy(_CLOSED)
+
+    def abandon(self) -> None:
+        self._lock = threading.Lock()
+        qp, self._qp = self._qp, None
+        if qp is not None:
+            self._broken = _CLOSED
+            keep(qp)
 
     def _destroy(self, reason: str) -> None:
         qp, self._qp = self._qp, None

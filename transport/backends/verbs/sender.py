@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from transport.backends.base import WriterOptions
@@ -55,3 +56,13 @@ def release(options: WriterOptions) -> None:
         else:
             del _senders[options]
             sender.close()
+
+
+def _forget_in_child() -> None:
+    """A forked child that connects opens the NICs for itself."""
+    global _lock
+    _lock = threading.Lock()
+    _senders.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
