@@ -121,7 +121,7 @@ def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice
 
     def make_receiver(events: ReceiverEvents) -> Receiver:
         made = make(events)
-        metrics.watch_data_plane(made.counters)
+        metrics.watch_data_plane(made)
         return made
 
     registry = CollectorRegistry()

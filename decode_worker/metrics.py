@@ -12,6 +12,8 @@ from decode_worker.lease import LeaseState
 from decode_worker.leases import LeaseTable
 from decode_worker.npu.base import NpuDevice
 from decode_worker.scheduler import Scheduler
+from transport.backends.link.receiver import LinkReceiver
+from transport.backends.verbs import hw_counters
 from transport.metrics import DataPlaneTotals
 
 PREFIX = "hawk_decode"
@@ -60,9 +62,11 @@ class DecodeMetrics:
         """Export the state of these at every scrape."""
         self.registry.register(_State(leases, scheduler, device))
 
-    def watch_data_plane(self, counters: Mapping[str, int]) -> None:
-        """Export the data plane's totals, by event."""
-        self.registry.register(DataPlaneTotals(PREFIX, lambda: counters))
+    def watch_data_plane(self, receiver: LinkReceiver) -> None:
+        """Export the data plane's totals, by event, and what its NICs count."""
+        self.registry.register(
+            DataPlaneTotals(PREFIX, lambda: dict(receiver.counters) | hw_counters.events(receiver.nics))
+        )
 
 
 class _State(Collector):

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 
 from transport.backends.base import PoolWriter
+from transport.backends.verbs import hw_counters
 
 
 class Totals:
@@ -21,7 +22,7 @@ class Totals:
             self._writers.append(writer)
 
     def counters(self) -> dict[str, int]:
-        """By event: bytes, writes, completions, revoked, aborts, failures by cause (`failed_…`)."""
+        """By event: bytes, writes, completions, revoked, aborts, failures by cause (`failed_…`); and the NICs' own."""
         with self._lock:
             for writer in [writer for writer in self._writers if not writer.alive]:
                 self._writers.remove(writer)
@@ -29,4 +30,5 @@ class Totals:
             total = self._over.copy()
             for writer in self._writers:
                 total.update(dict(writer.counters))
-            return dict(total)
+            nics = {nic for writer in self._writers for nic in writer.nics}
+        return dict(total) | hw_counters.events(sorted(nics))

@@ -10,8 +10,6 @@ from .topology import Deployment
 
 pytestmark = pytest.mark.e2e
 
-pytest.importorskip("nixl_cu12")
-
 
 @pytest.mark.parametrize("kv_path", ["hawk", "host"])
 async def test_nixl_gives_the_same_text(deployment: Deployment, answers: list[Answer], kv_path: str) -> None:

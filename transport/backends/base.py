@@ -92,9 +92,11 @@ class PoolWriter(Protocol):
     """The connection of one prefill process to one pool. Thread-safe.
 
     `counters`: totals of bytes, writes, completions, revoked, aborts, failures by cause (`failed_…`).
+    `nics`: (device, port) of the RDMA NICs that it sends by.
     """
 
     counters: Counter[str]
+    nics: Sequence[tuple[str, int]]
 
     @property
     def alive(self) -> bool: ...

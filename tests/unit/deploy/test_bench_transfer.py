@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 
@@ -55,8 +54,6 @@ def test_a_request_may_be_larger_than_its_staging_slots(capsys: pytest.CaptureFi
 def test_every_path_lands_by_either_transport_and_so_do_writes_alone(
     capsys: pytest.CaptureFixture[str], transport: str
 ) -> None:
-    if transport == "nixl" and importlib.util.find_spec("nixl_cu12") is None:
-        pytest.skip("nixl-cu12 is not installed")
     measured = outcome(capsys, "--transport", transport, "--write-sizes", "64", "1024", "--write-total", "2")
     assert {row["path"] for row in measured["results"]} == set(PATHS)
     assert [(row["write_bytes"], row["writes"]) for row in measured["writes"]] == [(65536, 32), (MIB, 2)]

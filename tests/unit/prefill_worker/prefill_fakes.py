@@ -160,6 +160,7 @@ class MemoryPool:
         self.opened = threading.Event()
         self.alive = True
         self.counters: Counter[str] = Counter()
+        self.nics: list[tuple[str, int]] = []
 
     def open(self, lease: Lease) -> MemoryLease:
         writer = self.leases[lease.id] = MemoryLease(self, lease)

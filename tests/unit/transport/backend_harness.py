@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import itertools
 import mmap
 import os
@@ -171,10 +170,8 @@ class NixlBackend(Backend):
         return receiver
 
 
-BACKENDS: dict[str, type[Backend]] = {"shm": ShmBackend}
+BACKENDS: dict[str, type[Backend]] = {"shm": ShmBackend, "nixl": NixlBackend}
 """The backends that can run on this machine."""
-if importlib.util.find_spec("nixl_cu12") is not None:
-    BACKENDS["nixl"] = NixlBackend
 if os.environ.get("HAWK_GUEST"):
     BACKENDS["verbs"] = VerbsBackend
 

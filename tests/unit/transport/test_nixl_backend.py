@@ -20,16 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from transport.backends import connect
 from transport.backends.base import Run, WriterOptions
 from transport.backends.nixl import library, ucx
+from transport.backends.nixl.agent import Agent
+from transport.backends.nixl.receiver import NixlReceiver
+from transport.backends.nixl.writer import NixlPoolWriter
 from transport.errors import ConfigurationError, LeaseRevoked, PushFailed
 from transport.geometry.plan import plan
 from transport.kernels import reference
 from transport.messages import Region
-
-pytest.importorskip("nixl_cu12")
-
-from transport.backends.nixl.agent import Agent
-from transport.backends.nixl.receiver import NixlReceiver
-from transport.backends.nixl.writer import NixlPoolWriter
 
 
 @pytest.fixture

@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from backend_harness import POISON, TOKEN, WRITER, NixlBackend, Pool
-from nixl_ends import End, receive, write
+from nixl_ends import receive, write
+from peer_process import PeerProcess
 
 from transport.backends import connect
 from transport.backends.base import PoolWriter, Run
 from transport.errors import PushFailed
 from transport.messages import Lease, PoolDescription
-
-pytest.importorskip("nixl_cu12")
 
 STALE = 0x11
 NEXT_OWNER = 0x22
@@ -48,8 +47,8 @@ async def pool(transports: str, tmp_path: Path) -> AsyncIterator[Pool]:
 
 
 @pytest.fixture
-async def writer(pool: Pool) -> AsyncIterator[End]:
-    end = End(write, pool.description.model_dump_json(), STALE)
+async def writer(pool: Pool) -> AsyncIterator[PeerProcess]:
+    end = PeerProcess(write, pool.description.model_dump_json(), STALE)
     try:
         assert await end.answer() == "ok"
         assert await pool.events.wait() == ("writer_joined", WRITER)
@@ -59,14 +58,14 @@ async def writer(pool: Pool) -> AsyncIterator[End]:
         end.end()
 
 
-async def pushing(pool: Pool, writer: End) -> None:
+async def pushing(pool: Pool, writer: PeerProcess) -> None:
     """The writer is in the middle of a push, and has been round once."""
     assert await writer.ask("push") == "ok"
     while (pool.memory[0] == POISON).any():
         await asyncio.sleep(0.001)
 
 
-async def test_case_09_a_writer_stopped_while_it_pushes_is_cut_off(pool: Pool, writer: End) -> None:
+async def test_case_09_a_writer_stopped_while_it_pushes_is_cut_off(pool: Pool, writer: PeerProcess) -> None:
     """The receiver need not wait for it: what the writer still has under way lands nowhere once it goes on."""
     await pushing(pool, writer)
     await writer.stopped()
@@ -80,7 +79,7 @@ async def test_case_09_a_writer_stopped_while_it_pushes_is_cut_off(pool: Pool, w
 
 
 @pytest.mark.parametrize("transports", [LAX], indirect=True)
-async def test_case_09_a_writer_that_stores_by_itself_is_waited_for(pool: Pool, writer: End) -> None:
+async def test_case_09_a_writer_that_stores_by_itself_is_waited_for(pool: Pool, writer: PeerProcess) -> None:
     await pushing(pool, writer)
     await writer.stopped()
     fence = asyncio.create_task(pool.receiver.fence("a"))
@@ -94,7 +93,7 @@ async def test_case_09_a_writer_that_stores_by_itself_is_waited_for(pool: Pool, 
 
 
 @pytest.mark.parametrize("transports", [STRICT, LAX], indirect=True)
-async def test_a_running_writer_is_fenced_by_its_word(pool: Pool, writer: End) -> None:
+async def test_a_running_writer_is_fenced_by_its_word(pool: Pool, writer: PeerProcess) -> None:
     await pushing(pool, writer)
     await asyncio.wait_for(pool.receiver.fence("a"), 10)
     pool.memory[0][:] = NEXT_OWNER
@@ -105,7 +104,7 @@ async def test_a_running_writer_is_fenced_by_its_word(pool: Pool, writer: End) -
 
 @pytest.mark.parametrize("transports", [STRICT, LAX], indirect=True)
 @pytest.mark.parametrize("stopped", [False, True])
-async def test_a_killed_writer_ends_the_fence(pool: Pool, writer: End, stopped: bool) -> None:
+async def test_a_killed_writer_ends_the_fence(pool: Pool, writer: PeerProcess, stopped: bool) -> None:
     await pushing(pool, writer)
     if stopped:
         await writer.stopped()
@@ -118,7 +117,7 @@ async def test_a_killed_writer_ends_the_fence(pool: Pool, writer: End, stopped: 
     assert (pool.memory[0] == NEXT_OWNER).all()
 
 
-async def test_a_process_that_just_ends_ends_well(pool: Pool, writer: End) -> None:
+async def test_a_process_that_just_ends_ends_well(pool: Pool, writer: PeerProcess) -> None:
     """Neither UCX's threads nor its libraries crash on the way out."""
     writer.pipe.send(("return",))
     assert await pool.events.wait() == ("writer_lost", WRITER)
@@ -130,15 +129,15 @@ async def test_a_process_that_just_ends_ends_well(pool: Pool, writer: End) -> No
 
 
 @pytest.fixture
-async def receiver(transports: str, tmp_path: Path) -> AsyncIterator[End]:
-    end = End(receive, str(tmp_path), 16 << 20)
+async def receiver(transports: str, tmp_path: Path) -> AsyncIterator[PeerProcess]:
+    end = PeerProcess(receive, str(tmp_path), 16 << 20)
     yield end
     end.end()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_receiver_that_dies_or_stops_fails_the_push(
-    receiver: End, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    receiver: PeerProcess, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr("transport.backends.nixl.writer._STALL_S", 0.5)
     pool = PoolDescription.model_validate_json(await receiver.answer())

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import multiprocessing
 import os
 import signal
 from collections.abc import AsyncIterator
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import shm_writer_process
 from backend_harness import POISON, TOKEN, WRITER, Pool, ShmBackend
+from peer_process import PeerProcess
 
 from transport.backends import connect
 
@@ -23,40 +21,11 @@ STALE = 0x11
 NEXT_OWNER = 0x22
 
 
-class WriterProcess:
+class WriterProcess(PeerProcess):
     """A writer in a process of its own."""
 
     def __init__(self, pool: Pool) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.pipe: Connection
-        self.pipe, theirs = spawn.Pipe()
-        arguments = (theirs, pool.description.model_dump_json(), WRITER, TOKEN, STALE)
-        self.process: BaseProcess = spawn.Process(target=shm_writer_process.main, args=arguments, daemon=True)
-        self.process.start()
-        theirs.close()
-
-    async def answer(self) -> object:
-        return await asyncio.wait_for(asyncio.to_thread(self.pipe.recv), 60)
-
-    async def ask(self, *command: object) -> object:
-        self.pipe.send(command)
-        return await self.answer()
-
-    def signal(self, number: int) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    async def stopped(self) -> None:
-        """SIGSTOP, and wait until it has taken effect."""
-        self.signal(signal.SIGSTOP)
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
-            await asyncio.sleep(0.001)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
+        super().__init__(shm_writer_process.main, pool.description.model_dump_json(), WRITER, TOKEN, STALE)
 
 
 @pytest.fixture

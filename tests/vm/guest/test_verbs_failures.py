@@ -1,31 +1,38 @@
 """What becomes of a push over RDMA when something fails: an error on both ends that names it, and a pool that works on.
 
-Fencing has tests of its own.
+Fencing has tests of its own, and so has what happens to NICs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from backend_harness import POISON, REGION_BYTES, TOKEN, WRITER, Events, Pool, describe
-from verbs_ends import sh, soft_nic
-from verbs_pool import LIMIT_S, QuickBackend, connect_to, filled, grant_soon, join, push, write_all
+from backend_harness import POISON, REGION_BYTES, WRITER, Pool
+from verbs_pool import (
+    LIMIT_S,
+    QuickBackend,
+    all_lanes_work,
+    connect_to,
+    fails,
+    filled,
+    grant_soon,
+    join,
+    push,
+    write_all,
+)
 
-from transport.backends.base import Piece, Run, WriterOptions
+from transport.backends.base import Piece, Run
 from transport.backends.link.slots import split_token
 from transport.backends.verbs import credit, hw_counters, lease, slots
-from transport.backends.verbs.receiver import VerbsReceiver
-from transport.backends.verbs.writer import VerbsPoolWriter, connect
-from transport.errors import ConfigurationError, GeometryMismatch, HawkError, PushFailed
-from transport.messages import Endpoint, Lease, PoolDescription, Region, Writer
+from transport.backends.verbs.writer import VerbsPoolWriter
+from transport.errors import GeometryMismatch, HawkError, PushFailed
+from transport.messages import Lease, PoolDescription, Region, Writer
 
 LANES = 2
 
@@ -42,19 +49,6 @@ async def writer(pool: Pool) -> AsyncIterator[VerbsPoolWriter]:
     connected = await join(pool)
     yield connected
     await asyncio.to_thread(connected.close)
-
-
-async def fails(push: Callable[[], object]) -> str:
-    """The message of the PushFailed that a push ends with."""
-    with pytest.raises(PushFailed) as failure:
-        await asyncio.wait_for(asyncio.to_thread(push), LIMIT_S)
-    return str(failure.value)
-
-
-async def all_lanes_work(pool: Pool, writer: VerbsPoolWriter) -> None:
-    leases = [await grant_soon(pool, f"again-{number}") for number in range(LANES)]
-    for number, granted in enumerate(leases):
-        await push(pool, await asyncio.to_thread(writer.open, granted), 0x30 + number, offset=4096 * number)
 
 
 # ---- what the writer gets wrong
@@ -89,7 +83,7 @@ async def test_case_22_a_write_that_the_nic_refuses_is_named_on_both_ends_and_ha
     assert writer.counters["failed_wc_10"] == 1
     lane.regions = right
     await push(pool, good, 2)
-    await all_lanes_work(pool, writer)
+    await all_lanes_work(pool, writer, LANES)
     assert writer.counters["lanes_rebuilt"] == 1
     assert writer.alive
 
@@ -114,7 +108,7 @@ async def test_case_29_leases_on_equal_lanes_of_two_writers_are_kept_apart(pool:
         await push(pool, mine, 8)  # "landed" is of this one, and the other's fence leaves it alone
         await pool.receiver.fence("second")
         pool.memory[1][:] = POISON
-        await all_lanes_work(pool, writer)
+        await all_lanes_work(pool, writer, LANES)
         assert (pool.memory[1] == POISON).all()
     finally:
         await asyncio.to_thread(second.close)
@@ -192,7 +186,7 @@ async def test_a_receiver_that_takes_no_announcement_fails_the_push_in_time(
     while (event := await pool.events.wait())[0] == "announced":
         pass
     assert event == ("push_failed", "a", "stalled")
-    await all_lanes_work(pool, writer)
+    await all_lanes_work(pool, writer, LANES)
 
 
 async def test_more_immediates_than_receives_are_refused_by_name(
@@ -217,7 +211,7 @@ async def test_more_immediates_than_receives_are_refused_by_name(
     opened.abort("not ready")
     while (await pool.events.wait())[0] == "announced":
         pass
-    await all_lanes_work(pool, writer)
+    await all_lanes_work(pool, writer, LANES)
 
 
 async def test_a_lane_that_takes_no_more_receives_costs_no_other_lane_its_arrivals(
@@ -242,7 +236,7 @@ async def test_a_lane_that_takes_no_more_receives_costs_no_other_lane_its_arriva
     while awaited:
         awaited.discard(await pool.events.wait())
     await push(pool, good, 7)
-    await all_lanes_work(pool, writer)
+    await all_lanes_work(pool, writer, LANES)
 
 
 # ---- a peer that dies
@@ -363,57 +357,7 @@ async def test_a_link_that_breaks_fails_the_push_and_stops_its_writes(pool: Pool
     assert (pool.memory[0] == 0x77).all()
 
 
-# ---- the network, the device
-
-
-async def test_a_link_that_is_down_fails_pushes_and_readiness_until_it_is_up_again(tmp_path: Path) -> None:
-    with soft_nic("rxe5", "hawk5"):
-        backend = QuickBackend(tmp_path, ("rxe5",))
-        pool = await backend.pool(slots=LANES)
-        receiver = pool.receiver
-        writer = await join(pool, devices=("rxe5",))
-        assert receiver.ready() is None
-        await push(pool, writer.open(pool.grant("before")), 1)
-        opened = writer.open(pool.grant("during"))
-        sh("ip link set hawk5 down")
-        assert receiver.ready() == "port 1 of NIC rxe5 is down"
-        # Soft-RoCE has no route and says so at once, other NICs send into the void until they give up.
-        message = await fails(lambda: write_all(opened, filled(4096, 2)))
-        assert "status 2," in message or "status 12," in message
-        opened.abort("the network is down")
-        event = await pool.events.wait()
-        assert event in (("push_failed", "during", "the network is down"), ("writer_lost", WRITER))
-        sh("ip link set hawk5 up")
-        while receiver.ready() is not None:
-            await asyncio.sleep(0.01)
-        await asyncio.to_thread(writer.close)  # the lane may not have been rebuilt while the link was down
-        while event[0] != "writer_lost":
-            event = await pool.events.wait()
-        again = await join(pool, devices=("rxe5",))
-        await all_lanes_work(pool, again)
-        await asyncio.to_thread(again.close)
-        await backend.close()
-
-
-async def test_a_device_that_is_removed_fails_pushes_and_readiness_and_everything_closes(tmp_path: Path) -> None:
-    with soft_nic("rxe6", "hawk6"):
-        backend = QuickBackend(tmp_path, ("rxe6",))
-        pool = await backend.pool(slots=LANES)
-        writer = await join(pool, devices=("rxe6",))
-        opened = writer.open(pool.grant("a"))
-        # Takes rxe6 along, and waits for its users.
-        removal = await asyncio.create_subprocess_exec("ip", "link", "delete", "hawk6")
-        while (reason := pool.receiver.ready()) is None:
-            await asyncio.sleep(0.01)
-        assert "rxe6" in reason
-        await fails(lambda: write_all(opened, filled(4096, 2)))
-        opened.abort("the device is gone")
-        assert (await pool.events.wait())[0] in ("push_failed", "writer_lost")
-        await asyncio.wait_for(asyncio.to_thread(writer.close), LIMIT_S)
-        await asyncio.wait_for(backend.close(), LIMIT_S)
-        assert await asyncio.wait_for(removal.wait(), LIMIT_S) == 0
-    with pytest.raises(ConfigurationError, match="rxe6"):
-        await QuickBackend(tmp_path, ("rxe6",)).pool()
+# ---- lanes
 
 
 async def test_lanes_come_back_although_the_completion_queue_has_no_room_at_first(
@@ -432,98 +376,3 @@ async def test_lanes_come_back_although_the_completion_queue_has_no_room_at_firs
     assert writer.counters["lanes_rebuilt"] == 8
     await asyncio.to_thread(writer.close)
     await backend.close()
-
-
-# ---- what is configured wrongly
-
-
-@pytest.mark.parametrize("side", ["receiver", "writer"])
-def test_too_low_a_memlock_limit_says_how_to_raise_it(side: str, tmp_path: Path) -> None:
-    """In a child without root's rights, which would make it exempt."""
-    inside, outside = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
-            os.setgid(65534)
-            os.setuid(65534)
-            try:
-                register(side)
-            except HawkError as error:
-                os.write(outside, f"{error.code}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.close(outside)
-    with os.fdopen(inside) as answer:
-        text = answer.read()
-    os.waitpid(child, 0)
-    assert text.startswith("configuration"), text
-    for part in ("rxe0 cannot register 1048576 bytes", "limit of locked memory is 0.0625 MiB", "LimitMEMLOCK=infinity"):
-        assert part in text
-
-
-def register(side: str) -> None:
-    if side == "receiver":
-        fd = os.memfd_create("region")
-        os.ftruncate(fd, REGION_BYTES)
-        VerbsReceiver("d", "g", TOKEN, [(Region(address=0, rkey=0, length=REGION_BYTES), fd, 0)], Events(), "127.0.0.1")
-    else:
-        connect(nowhere(), WRITER, TOKEN, options=WriterOptions(staging_bytes=REGION_BYTES))
-
-
-def nowhere() -> PoolDescription:
-    """A pool that nobody serves."""
-    regions = [Region(address=0, rkey=0, length=REGION_BYTES)]
-    return describe("decode-0", "d1", regions, Endpoint(backend="verbs", address="127.0.0.1:1"))
-
-
-def test_a_device_that_does_not_exist_is_named_on_both_sides() -> None:
-    message = "there is no RDMA device 'mlx5_9'; there are: rxe0"
-    with pytest.raises(ConfigurationError, match=message):
-        VerbsReceiver("d", "g", TOKEN, [], Events(), devices=("mlx5_9",))
-    with pytest.raises(ConfigurationError, match=message):
-        connect_to(nowhere(), devices=("mlx5_9",))
-
-
-def test_a_file_that_cannot_be_mapped_is_named() -> None:
-    fd = os.open("/proc/version", os.O_RDONLY)
-    with pytest.raises(ConfigurationError, match=f"cannot map 4096 bytes at 0 of descriptor {fd}"):
-        VerbsReceiver("d", "g", TOKEN, [(Region(address=0, rkey=0, length=4096), fd, 0)], Events(), "127.0.0.1")
-    os.close(fd)
-
-
-# ---- several NICs
-
-
-async def test_lanes_are_dealt_over_several_nics_and_one_that_fails_leaves_the_others(tmp_path: Path) -> None:
-    with soft_nic("rxe5", "hawk5"):
-        both = ("rxe0", "rxe5")
-        backend = QuickBackend(tmp_path, both)
-        pool = await backend.pool(slots=4)
-        writer = await join(pool, devices=both)
-        try:
-            assert [lane.nic for lane in writer._lanes.lanes] == [0, 1, 0, 1]
-            opened = [writer.open(pool.grant(f"lease-{number}")) for number in range(4)]
-            data = np.random.default_rng(1).integers(0, 256, REGION_BYTES, np.uint8)
-            part = REGION_BYTES // 4
-            before = [hw_counters.read(device, 1)["sent_pkts"] for device in both]
-            for number, one in enumerate(opened):
-                one.write(data[number * part : (number + 1) * part], [Run(0, 0, number * part, part)])
-            pushing = [asyncio.create_task(asyncio.to_thread(one.complete, LIMIT_S)) for one in opened]
-            for _ in opened:
-                event = await pool.events.wait()
-                assert event[0] == "landed"
-                pool.receiver.acknowledge(str(event[1]))
-            await asyncio.gather(*pushing)
-            assert (pool.memory[0] == data).all()
-            for device, count in zip(both, before, strict=True):
-                assert hw_counters.read(device, 1)["sent_pkts"] - count >= 2 * part // 4096
-
-            sh("ip link set hawk5 down")
-            assert pool.receiver.ready() == "port 1 of NIC rxe5 is down"
-            by_nic = {writer._lanes.lanes[one.slot].nic: one for one in (writer.open(pool.grant(n)) for n in "ab")}
-            await push(pool, by_nic[0], 0x55)
-            await fails(lambda: write_all(by_nic[1], filled(4096, 0x66)))
-        finally:
-            await asyncio.to_thread(writer.close)
-            await backend.close()

@@ -11,7 +11,7 @@ import pytest
 from backend_harness import TOKEN, WRITER, Pool, ShmBackend, VerbsBackend
 
 from transport.backends import connect
-from transport.backends.base import PoolWriter, Run
+from transport.backends.base import PoolWriter, Run, WriterOptions
 from transport.backends.verbs import lease as verbs_lease
 from transport.backends.verbs.lanes import DEPTH
 from transport.backends.verbs.queue_pair import Options
@@ -101,3 +101,30 @@ async def test_lengths_around_each_limit(pools: list[tuple[Pool, PoolWriter]], m
         plan.append(Run(0, 13 * number, at, length))
         at += length + 1  # a byte between them that must stay
     await same_bytes(pools, [plan], staged=True)
+
+
+async def test_case_33_staging_is_not_filled_again_before_the_nic_has_read_it(tmp_path: Path) -> None:
+    """Pieces of a chunked prefill, each half of the staging memory, filled as fast as it comes free."""
+    piece, count = 512 * 1024, 12
+    backend = VerbsBackend(tmp_path)
+    pool = await backend.pool(lengths=(piece * count,), slots=1)
+    options = WriterOptions(staging_bytes=2 * piece)
+    writer = await asyncio.to_thread(connect, pool.description, WRITER, TOKEN, options=options)
+    await pool.events.wait()
+    opened = writer.open(pool.grant())
+
+    def write() -> None:
+        for number in range(count):
+            staging = opened.stage(piece)
+            staging[:] = number + 1
+            opened.write(staging, [Run(0, 0, number * piece, piece)])
+        opened.complete(60.0)
+
+    writing = asyncio.create_task(asyncio.to_thread(write))
+    event = await asyncio.wait_for(pool.events.queue.get(), 60)
+    assert event[0] == "landed", event
+    pool.receiver.acknowledge(str(event[1]))
+    await writing
+    assert (pool.memory[0].reshape(count, piece) == np.arange(1, count + 1, dtype=np.uint8)[:, None]).all()
+    await asyncio.to_thread(writer.close)
+    await backend.close()

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from backend_harness import TOKEN, WRITER, Events, Handed, Pool, VerbsBackend
 
 from transport.backends.base import LeaseWriter, Run, WriterOptions
 from transport.backends.verbs.queue_pair import Options
 from transport.backends.verbs.receiver import VerbsReceiver
 from transport.backends.verbs.writer import VerbsPoolWriter, connect
-from transport.errors import Overloaded
+from transport.errors import Overloaded, PushFailed
 from transport.messages import Lease, PoolDescription, Writer
 
 LIMIT_S = 60.0
@@ -89,3 +90,17 @@ async def push(pool: Pool, lease: LeaseWriter, value: int, *, region: int = 0, o
     assert (pool.memory[region][offset : offset + length] == value).all()
     pool.receiver.acknowledge(str(event[1]))
     await pushing
+
+
+async def fails(push: Callable[[], object]) -> str:
+    """The message of the PushFailed that a push ends with."""
+    with pytest.raises(PushFailed) as failure:
+        await asyncio.wait_for(asyncio.to_thread(push), LIMIT_S)
+    return str(failure.value)
+
+
+async def all_lanes_work(pool: Pool, writer: VerbsPoolWriter, lanes: int) -> None:
+    """Leases on all of them at once, one push after the other."""
+    leases = [await grant_soon(pool, f"again-{number}") for number in range(lanes)]
+    for number, granted in enumerate(leases):
+        await push(pool, await asyncio.to_thread(writer.open, granted), 0x30 + number, offset=4096 * number)

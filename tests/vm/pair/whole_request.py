@@ -72,12 +72,13 @@ class Router:
 
     def __init__(self) -> None:
         self.leases: asyncio.Queue[Lease] = asyncio.Queue()
+        self.failures: asyncio.Queue[str] = asyncio.Queue()
 
     def send(self, message: object) -> None:
         if isinstance(message, Reserved):
             self.leases.put_nowait(message.lease)
         elif isinstance(message, Failed):
-            raise message.error.error()
+            self.failures.put_nowait(message.error.code)
 
 
 class Decode:
@@ -155,6 +156,9 @@ async def decode_node(channel: Channel, control: Channel) -> None:
             for ours, theirs in zip(decode.kv(lease), decode.expected(lease), strict=True):
                 assert np.array_equal(ours, theirs), f"{kv_path}: the KV that landed is not the KV that was sent"
             print(f"{kv_path}: request {number} landed, KV equal", flush=True)
+        assert decode.router.failures.empty()
+        if kv_path != "contiguous":
+            await case_35_a_flipped_byte_is_caught(decode, channel)
         if kv_path == "hawk":
             await fence_across_the_wire(decode, channel, control)
         await ask(channel, "close", decode.worker.name)
@@ -163,6 +167,32 @@ async def decode_node(channel: Channel, control: Channel) -> None:
         await decode.worker.close()
         assert not len(decode.worker.leases)
     await ask(channel, "end", "")
+
+
+async def case_35_a_flipped_byte_is_caught(decode: Decode, channel: Channel) -> None:
+    """In a channel as it lands, or in a staging slot before it is moved: the request fails before it can decode."""
+    lease = await decode.reserve("flipped")
+    events = decode.worker.receiver.events
+    staged = decode.pool.kv_path == "host"
+    name = "announced" if staged else "landed"
+    real = getattr(events, name)
+
+    def flip(lease_id: str, *rest: object) -> None:
+        if staged:
+            assert lease.staging_offset is not None
+            decode.pool.staging_memory[lease.staging_offset] ^= 1
+        else:
+            run = plan(GEOMETRY, decode.pool.bases, lease.block_ids, 0, PROMPT)[-1]
+            decode.memory[run.region][run.remote_offset] ^= 1
+        setattr(events, name, real)
+        real(lease_id, *rest)
+
+    setattr(events, name, flip)
+    told = await ask(channel, "push", lease.model_dump_json())
+    assert told == "ok" or staged, told  # a slot is looked at while the push still runs
+    assert await asyncio.wait_for(decode.router.failures.get(), LIMIT_S) == "checksum_mismatch"
+    await decode.until("the blocks are back", lambda: decode.worker.leases.get(lease.id) is None)
+    print(f"{decode.pool.kv_path}: a flipped byte was caught", flush=True)
 
 
 async def fence_across_the_wire(decode: Decode, channel: Channel, control: Channel) -> None:

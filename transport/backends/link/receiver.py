@@ -41,10 +41,11 @@ class LinkReceiver(ABC):
 
     `regions`: what a writer may store to, in the order of the pool description.
     `counters`: totals of bytes, grants, announced, landed, acknowledged, fences, aborts, writers, unknown and late
-    messages, and failures by cause (`refused_<code>`), for the metrics.
+    messages, and failures by cause (`refused_<code>`), for the metrics. `nics`: (device, port) of its RDMA NICs.
     """
 
     backend: Literal["shm", "verbs", "nixl"]
+    nics: Sequence[tuple[str, int]] = ()
 
     def __init__(
         self,

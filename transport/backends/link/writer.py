@@ -17,6 +17,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 
 from transport.backends.base import OnLost
 from transport.backends.link import packets
@@ -38,8 +39,10 @@ class LinkPoolWriter(ABC):
     """A `PoolWriter`. `counters`: totals of bytes, writes, completions, revoked, aborts, failures by cause.
 
     `lengths`: bytes of each region. `watched`: descriptors that the listening thread also waits for, with
-    `_on_watched` to call.
+    `_on_watched` to call. `nics`: (device, port) of the RDMA NICs that it sends by.
     """
+
+    nics: Sequence[tuple[str, int]] = ()
 
     def __init__(
         self,

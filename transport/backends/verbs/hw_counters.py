@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from transport.backends.verbs.sysfs import SYS
@@ -36,6 +37,13 @@ def read(device: str, port: int, sys: Path = SYS) -> dict[str, int]:
             if value is not None:
                 found[file.name] = value
     return found
+
+
+def events(nics: Iterable[tuple[str, int]], sys: Path = SYS) -> dict[str, int]:
+    """`summary` of every (device, port), as `nic_<device>_<event>`: what a role's /metrics shows."""
+    return {
+        f"nic_{device}_{event}": count for device, port in nics for event, count in summary(device, port, sys).items()
+    }
 
 
 def summary(device: str, port: int, sys: Path = SYS) -> dict[str, int]:

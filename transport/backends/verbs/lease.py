@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from transport.backends.base import Run
-from transport.backends.link.lease import LinkLeaseWriter
-from transport.backends.link.portions import portions
+from transport.backends.link.staged import StagedLeaseWriter
 from transport.backends.verbs.credit import RECEIVES
 from transport.backends.verbs.lanes import DEPTH, Held, Lane
 from transport.backends.verbs.write_chain import Write
@@ -24,58 +20,34 @@ CHAIN = DEPTH // 4
 """Writes per post, the last of them signalled: a lane refills when a quarter of it is through."""
 COPY_BYTES = 1024 * 1024
 """Of memory that the NIC cannot read, so much is staged at a time."""
-STAGE_WAIT_S = 30.0
 STALL_S = 30.0
 """With nothing completed by the NIC, or nothing taken by the receiver, for so long, a push fails."""
 
 
-class VerbsLeaseWriter(LinkLeaseWriter):
+class VerbsLeaseWriter(StagedLeaseWriter):
     """A `LeaseWriter` on a lane of its own. Writes are under way when `write` returns; `complete` waits for them."""
 
     _pool: VerbsPoolWriter
 
     def __init__(self, pool: VerbsPoolWriter, lease_id: str, token: int, lane: Lane) -> None:
-        super().__init__(pool, lease_id, token)
+        super().__init__(pool, pool.staging, lease_id, token, copy_bytes=COPY_BYTES)
         self._lane = lane
         self._marks = 0
         self._taken = 0
         """Of the marks, so many have been seen by the receiver."""
-        self._filling: tuple[int, int] | None = None
-        """(offset, thread) of the buffer that was staged last and not written yet."""
 
-    def stage(self, num_bytes: int) -> np.ndarray:
-        self._give_back()
-        buffer, offset = self._take(num_bytes)
-        self._filling = offset, threading.get_ident()
-        return buffer
-
-    def abort(self, reason: str) -> None:
-        super().abort(reason)
-        self._give_back()
-
-    def _store(self, staging: np.ndarray, runs: Sequence[Run]) -> None:
-        offset = self._pool.staging.locate(staging)
-        if offset is not None and self._filling is not None and offset == self._filling[0]:
-            self._filling = None
-            self._post_all(list(self._writes(offset, runs)), offset)
-        else:
-            self._store_copies(staging, runs)
-
-    def _store_copies(self, staging: np.ndarray, runs: Sequence[Run]) -> None:
-        """Out of memory that the NIC cannot read."""
-        for part in portions(runs, min(COPY_BYTES, self._pool.staging.size // 4)):
-            buffer, offset = self._take(sum(run.length for run in part))
-            moved, position = [], 0
-            for run in part:
-                buffer[position : position + run.length] = staging[run.local_offset : run.local_offset + run.length]
-                moved.append(Run(run.region, position, run.remote_offset, run.length))
-                position += run.length
-            self._post_all(list(self._writes(offset, moved)), offset)
+    def _send(self, offset: int, runs: Sequence[Run]) -> None:
+        """Post them as room comes; the staging memory goes back with the last one's completion."""
+        held, writes = Held(offset), list(self._writes(offset, runs))
+        for first in range(0, len(writes), CHAIN):
+            chain = writes[first : first + CHAIN]
+            self._post(chain, held, last=first + CHAIN >= len(writes))
+            self.bytes += sum(write[2] for write in chain)
 
     def _writes(self, offset: int, runs: Sequence[Run]) -> Iterator[Write]:
         """As work requests; longer runs than the NIC takes in one are cut."""
         lkey, most = self._pool.lkey(self._lane), self._pool.max_message(self._lane)
-        start, regions = self._pool.staging.address + offset, self._lane.regions
+        start, regions = self._staging.address + offset, self._lane.regions
         for run in runs:
             address, rkey = regions[run.region]
             address += run.remote_offset
@@ -84,14 +56,6 @@ class VerbsLeaseWriter(LinkLeaseWriter):
                 yield at, lkey, most, address, rkey
                 at, address, length = at + most, address + most, length - most
             yield at, lkey, length, address, rkey
-
-    def _post_all(self, writes: Sequence[Write], staged: int) -> None:
-        """Post them as room comes; the staging memory goes back with the last one's completion."""
-        held = Held(staged)
-        for first in range(0, len(writes), CHAIN):
-            chain = writes[first : first + CHAIN]
-            self._post(chain, held, last=first + CHAIN >= len(writes))
-            self.bytes += sum(write[2] for write in chain)
 
     def _mark(self) -> None:
         """The immediate that tells of this lease: the low 32 bits of its epoch."""
@@ -128,7 +92,7 @@ class VerbsLeaseWriter(LinkLeaseWriter):
                 self._hold(lambda: lane.pair.room >= need, "NIC has completed no write")
             except BaseException:
                 if held is not None and not held.posted:
-                    pool.staging.give(held.offset)
+                    self._staging.give(held.offset)
                 raise
             pair = lane.pair
             lane.posts += 1
@@ -144,20 +108,3 @@ class VerbsLeaseWriter(LinkLeaseWriter):
             with pool.changed:
                 self.break_off(error.message)
                 self._refuse()
-
-    def _take(self, num_bytes: int) -> tuple[np.ndarray, int]:
-        def check() -> None:
-            with self._pool.changed:
-                self.check_writable()
-
-        check()
-        buffer = self._pool.staging.take(num_bytes, STAGE_WAIT_S, check)
-        offset = self._pool.staging.locate(buffer)
-        assert offset is not None
-        return buffer, offset
-
-    def _give_back(self) -> None:
-        """A buffer that was staged and then not written; only by the thread that may be filling it."""
-        if self._filling is not None and self._filling[1] == threading.get_ident():
-            self._pool.staging.give(self._filling[0])
-            self._filling = None

@@ -67,6 +67,7 @@ class VerbsReceiver(LinkReceiver):
         try:
             for nic in choose(devices):
                 self._nics.append(OpenNic(nic))
+            self.nics = [(opened.nic.device, opened.nic.port) for opened in self._nics]
             self._registered = RegisteredRegions(self._nics, regions)
             self._tcp = TcpListener(host or _own_address(self._nics[0]), port)
         except BaseException:

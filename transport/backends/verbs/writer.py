@@ -78,6 +78,7 @@ class VerbsPoolWriter(LinkPoolWriter):
         fds = [queue.fd for queue in lanes.queues]
         super().__init__(link, pool, len(lanes.lanes), lengths, on_lost, watched=fds)
         self._lanes, self._sender, self._options = lanes, sender, options
+        self.nics = [(nic.nic.device, nic.nic.port) for nic in sender.nics]
         self._nic_of = {fd: nic for nic, fd in enumerate(fds)}
         self.listen()
 
