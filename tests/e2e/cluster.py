@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[2]
 TOKEN = "end-to-end-token"
 AUTH = {"Authorization": f"Bearer {TOKEN}"}
 
+HAWK = ("-m", "deploy.cli")
+"""What Python is to run for a role, before the role's name."""
+
 #: one thread per process: the machine's cores are shared by all roles
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -90,6 +93,7 @@ class RoleProcess:
     port: int
     settings: dict[str, str]
     log: Path
+    command: tuple[str, ...] = HAWK
     process: subprocess.Popen[bytes] | None = None
     group: list[psutil.Process] = field(default_factory=list)
 
@@ -128,12 +132,12 @@ class Cluster:
 
     # ---- start and stop
 
-    def add(self, name: str, role: str, **settings: object) -> RoleProcess:
+    def add(self, name: str, role: str, *, command: tuple[str, ...] = HAWK, **settings: object) -> RoleProcess:
         """Describe a role process; `settings` are its settings by name."""
         port = free_port()
         values = {"host": "127.0.0.1", "port": port, "name": name, **settings}
         env = {f"HAWK_{role}_{key}".upper(): str(value) for key, value in values.items()} | {"HAWK_TOKEN": TOKEN}
-        self.roles[name] = RoleProcess(name, role, port, env, self.directory / f"{name}.log")
+        self.roles[name] = RoleProcess(name, role, port, env, self.directory / f"{name}.log", command)
         return self.roles[name]
 
     def start(self, *names: str) -> None:
@@ -143,7 +147,7 @@ class Cluster:
             inherited = {k: v for k, v in os.environ.items() if not k.startswith("HAWK_")}
             with role.log.open("ab") as log:
                 role.process = subprocess.Popen(
-                    [sys.executable, "-m", "deploy.cli", role.role],
+                    [sys.executable, *role.command, role.role],
                     cwd=self.directory,
                     env=inherited | ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | role.settings,
                     stdin=subprocess.DEVNULL,

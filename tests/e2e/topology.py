@@ -19,7 +19,7 @@ from typing import Any
 from transport.session.client import session_url
 
 from .client import Client
-from .cluster import Cluster, Metrics, NotInTime, eventually
+from .cluster import HAWK, Cluster, Metrics, NotInTime, eventually
 from .prompts import PromptBook
 
 MAX_MODEL_LEN = 1024
@@ -44,19 +44,19 @@ class Deployment:
         self._add_pool(0, channels=8, block_size=32, num_blocks=160)
         self._add_pool(1, channels=7, block_size=64, num_blocks=160, checksum=True)
 
-    def _add_pool(self, number: int, **pool: object) -> tuple[str, str]:
+    def _add_pool(self, number: int, *, command: tuple[str, ...] = HAWK, **pool: object) -> tuple[str, str]:
         """A decode worker and a router of its own in front of it and p0 → their names."""
         decode, router = f"d{number}", f"r{number}"
         settings = self._engine | {"kv_dtype": "float32", "lease_ttl_s": 4, "socket_dir": self.cluster.directory}
-        url = self.cluster.add(decode, "decode", **(settings | pool)).url
+        url = self.cluster.add(decode, "decode", command=command, **(settings | pool)).url
         ends = {"prefill": self.cluster.url("p0"), "decode": url}
         self.cluster.add(router, "router", **self._common, **ends, max_body_bytes=self.body_limit)
         return decode, router
 
     @contextmanager
-    def pool(self, **settings: object) -> Iterator[tuple[str, str]]:
+    def pool(self, *, command: tuple[str, ...] = HAWK, **settings: object) -> Iterator[tuple[str, str]]:
         """One more decode worker behind p0, with a router → (decode, router); gone at the end."""
-        names = self._add_pool(len(self.cluster.roles), **settings)
+        names = self._add_pool(len(self.cluster.roles), command=command, **settings)
         try:
             self.cluster.start(*names)
             self.cluster.wait_ready(*names)

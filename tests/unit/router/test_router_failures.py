@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 from router_fleet import Fleet, finish_of, sse, text_of
 
 from transport.errors import (
+    ChecksumMismatch,
     ContextLengthExceeded,
     EngineFailed,
     GeometryMismatch,
@@ -219,6 +221,59 @@ async def test_case_22_a_failed_push_is_said(fleet: Fleet, stream: bool) -> None
         assert response.json()["choices"][0]["text"] == "bcde"
     await fleet.decode[0].until_seen(Cancel)
     fleet.decode[0].steps.set()
+    await fleet.until_idle()
+
+
+@pytest.mark.parametrize("corrupted", [1, 2, 3])
+async def test_case_35_a_checksum_mismatch_is_tried_again_within_the_budget(fleet: Fleet, corrupted: int) -> None:
+    """Decode reports it where its first token would come: the whole answer is right, or it is that error."""
+    await fleet.start(max_retries=2)
+    fleet.decode[0].steps.clear()
+    task: asyncio.Task[Any] = asyncio.create_task(fleet.complete())  # type: ignore[arg-type]
+    for number in range(1, corrupted + 1):
+        decode = (await fleet.decode[0].until_seen(Decode, number))[-1]
+        await fleet.decode[0].fail(decode.request_id, ChecksumMismatch("channel 3 does not hold what p0 sent"))
+    fleet.decode[0].steps.set()
+    response = await task
+    if corrupted <= 2:
+        assert (response.status_code, response.json()["choices"][0]["text"]) == (200, "bcde")
+        assert response.json()["usage"]["completion_tokens"] == 4
+    else:
+        assert response.status_code == 502
+        assert list(response.json()) == ["error"]
+        assert response.json()["error"]["code"] == "checksum_mismatch"
+    tries = min(corrupted, 2) + 1
+    assert await fleet.metric("hawk_router_retries_total", code="checksum_mismatch") == tries - 1
+    assert len({p.request_id for p in fleet.prefill[0].seen(Prefill)}) == tries
+    assert len(fleet.decode[0].seen(Reserve)) == tries
+    await fleet.until_idle()
+
+
+async def test_case_20_a_restarted_decode_worker_poisons_nobody_and_is_used_again(fleet: Fleet) -> None:
+    """One of two goes down and comes back, again and again, under load: each answer is whole or says an error."""
+    fleet.add_decode()
+    await fleet.start()
+    for turn in range(3):
+        first = fleet.decode[turn % 2]
+        first.steps.clear()
+        tasks = [asyncio.create_task(fleet.complete(stream=turn == 1)) for _ in range(6)]  # type: ignore[arg-type]
+        await first.until_seen(Decode, 1)
+        await fleet.hosts[first].kill()
+        for response in await asyncio.gather(*tasks):
+            assert response.status_code == 200
+            events = [json.loads(line[5:]) for line in response.text.splitlines() if line.startswith("data: {")]
+            if turn != 1:
+                assert response.json()["choices"][0]["text"] == "bcde"
+            else:
+                said = "".join(c.get("text", "") for e in events for c in e.get("choices", ()))
+                failed = any("error" in event for event in events)
+                assert said == "bcde" or (failed and "bcde".startswith(said))
+        fresh = fleet.restart(first)
+        await fleet.until(fleet.all_open)
+        before = len(fresh.seen(Reserve))
+        answers = await asyncio.gather(*(fleet.complete() for _ in range(4)))
+        assert [r.json()["choices"][0]["text"] for r in answers] == ["bcde"] * 4
+        assert len(fresh.seen(Reserve)) > before, "it is not used again"
     await fleet.until_idle()
 
 
