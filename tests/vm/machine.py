@@ -23,6 +23,8 @@ STOPPED = 143
 """Exit codes besides the command's own: the guest ran into its time limit, ended without a word, or was stopped."""
 
 GRACE_S = 20
+STEADY_NS = 8
+"""About what an emulated instruction takes on an idle host, as a power of two."""
 USUAL = re.compile(r"sysrq: Power Off|reboot: Power down|module ui-ui-\w+ not found|terminating on signal 15")
 """What a console says whenever a guest ends, and what says nothing about the guest."""
 
@@ -42,6 +44,9 @@ class Spec:
     wire_fd: int | None = None
     limit_s: float = 240
     memory_mb: int = 2048
+    steady: bool = False
+    """The guest's clock counts its instructions, STEADY_NS for each, and jumps to the next timer when there is nothing
+    to do: what it measures is the same whatever else the host does. A guest of its own: emulated, and off the wire."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Besides HAWK_GUEST=1 and HAWK_OUT, which every command finds."""
 
@@ -155,7 +160,15 @@ def _qemu(spec: Spec, booted: Kernel) -> list[str]:
         devices += ["-netdev", f"socket,id=wire,fd={spec.wire_fd}"]
         devices += ["-device", f"virtio-net-pci,netdev=wire,mac=52:54:00:00:00:{int(station):02x}"]
     orders = f'HAWK_OUT="{spec.out}" HAWK_INIT="{HERE / "boot" / "guest.sh"}"'
-    return _bare(booted, accelerator(), spec.memory_mb, orders) + devices
+    machine = _bare(booted, "tcg" if spec.steady else accelerator(), spec.memory_mb, orders)
+    return (_steady(machine) if spec.steady else machine) + devices
+
+
+def _steady(emulated: list[str]) -> list[str]:
+    """An instruction counter takes one thread for guest and devices."""
+    shift = STEADY_NS.bit_length() - 1
+    single = ["tcg,thread=single" if argument == "tcg,thread=multi" else argument for argument in emulated]
+    return [*single, "-icount", f"shift={shift},sleep=off"]
 
 
 def _bare(booted: Kernel, accel: str, memory_mb: int, orders: str) -> list[str]:

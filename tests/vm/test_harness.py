@@ -54,6 +54,16 @@ def test_a_mistyped_accelerator_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         machine.accelerator()
 
 
+@pytest.mark.parametrize("steady", [False, True])
+def test_only_a_steady_guest_counts_instructions_and_that_emulated(
+    steady: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "accelerator", lambda: "kvm")
+    booted = machine.Kernel(tmp_path)
+    line = machine._qemu(machine.Spec("true", tmp_path, steady=steady), booted)
+    assert ("-icount" in line, "tcg,thread=single" in line, "kvm" in line) == (steady, steady, not steady)
+
+
 def test_tests_are_counted_by_file(reports: dict[str, junit.FileReport]) -> None:
     assert reports["test_good"] == junit.FileReport(passed=1)
     assert reports["test_grouped"] == junit.FileReport(passed=1)
