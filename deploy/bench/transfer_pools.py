@@ -122,9 +122,11 @@ class Process:
     """Of the pool of each path."""
 
     def __init__(self, setup: Setup) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Forked, for importing all this anew costs an emulated guest ten seconds. UCX does not outlive a fork, and this
+        # process may have used it before.
+        context = multiprocessing.get_context("spawn" if setup.transport == "nixl" else "fork")
         self._pipe, far = context.Pipe()
-        self._process = context.Process(target=_main, args=(setup, far), daemon=True)
+        self._process = context.Process(target=_main, args=(setup, far, self._pipe), daemon=True)
         self._process.start()
         far.close()
         try:
@@ -157,7 +159,8 @@ class Process:
         return value
 
 
-def _main(setup: Setup, pipe: Connection) -> None:
+def _main(setup: Setup, pipe: Connection, parents: Connection) -> None:
+    parents.close()  # while it is open here, nobody sees the parent's end of it close
     asyncio.run(_Pools(setup, pipe).serve())
 
 

@@ -12,7 +12,7 @@ from deploy.bench.transfer import MIB, Row
 from deploy.bench.transfer_pools import PATHS
 from prefill_worker.push.pieces import Piece, PieceWriter
 
-WRITES = ("--write-sizes", "64", "--write-total", "0.5")
+WRITES = ("--write-sizes", "64", "--write-total", "0.5", "--write-turns", "2")
 
 
 def run(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, float]]:
@@ -62,6 +62,12 @@ def test_every_path_lands_by_either_transport_and_so_do_writes_alone(
         assert row["cpu_us_per_write"] > 0
 
 
+def test_writes_alone_are_measured_where_no_size_of_kv_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    measured = outcome(capsys, "--sizes")
+    assert measured["results"] == []
+    assert [(row["write_bytes"], row["turns"]) for row in measured["writes"]] == [(65536, 2)]
+
+
 def test_a_transport_that_cannot_be_had_here_is_said_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     """The receiving process is where it fails first."""
     assert transfer.main(["--transport", "verbs", "--nic", "no-such-nic", "--layers", "2", "--sizes", "0.5"]) == 1
@@ -96,6 +102,7 @@ def test_ratios_are_against_gg_host_gg_direct_and_memcpy() -> None:
         ["--channels", "-1"],
         ["--block-size", "48"],
         ["--slots", "0"],
+        ["--write-turns", "0"],
         ["--write-sizes", "64", "-1"],
         ["--write-sizes", "1024", "--write-total", "0.5"],
         ["--transport", "carrier-pigeon"],
