@@ -62,8 +62,9 @@ class KVPool:
         self._buffers: list[Buffer] = []
         self._mapped: list[Buffer] = []
         mappings: list[DmaMapping] = []
+        shape = (geometry.num_blocks, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
         for _ in range(geometry.num_tensors):
-            buffer = device.allocate(geometry.num_pages, geometry.page_bytes)
+            buffer = device.allocate_tensor(shape, geometry.dtype)
             self._buffers.append(buffer)
             if kv_path == "hawk":  # a device that peers cannot reach has other paths, but not this call
                 mappings += self._map(buffer)

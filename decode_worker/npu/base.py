@@ -7,6 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
+from transport.geometry.kv import TILE, TILE_BYTES, KVDtype
+
+TensorShape = tuple[int, int, int, int]
+"""(num_blocks, heads, block_size, head_dim) of one K or V tensor."""
+
 
 class OutOfDeviceMemory(MemoryError):
     """No bank range of the asked-for size is free in the banks that need it."""
@@ -48,6 +53,16 @@ class BankUsage:
     largest_free: int
 
 
+def tiles_of(shape: TensorShape, dtype: KVDtype) -> tuple[int, int]:
+    """(number of pages, bytes of one) of a tensor in tiles. Raises ValueError where `shape` is not made of tiles."""
+    blocks, heads, rows, columns = shape
+    if min(shape) <= 0 or rows % TILE or columns % TILE:
+        raise ValueError(f"shape {shape}: sizes must be positive, the last two multiples of {TILE}")
+    if dtype not in TILE_BYTES:
+        raise ValueError(f"dtype must be one of {', '.join(TILE_BYTES)}, got {dtype}")
+    return blocks * heads * (rows // TILE) * (columns // TILE), TILE_BYTES[dtype]
+
+
 class NpuDevice(Protocol):
     """One NPU. Raises OutOfDeviceMemory where memory does not suffice, ValueError on a bad argument."""
 
@@ -66,8 +81,12 @@ class NpuDevice(Protocol):
     def get_buffer_size_bank(self, buffer: Buffer, bank: int) -> int: ...
 
     # ---- memory
-    def allocate(self, num_pages: int, page_bytes: int) -> Buffer:
-        """Interleaved over all banks, in lockstep."""
+    def allocate_tensor(self, shape: TensorShape, dtype: KVDtype) -> Buffer:
+        """A tensor in 32x32 tiles, one page each, interleaved over all banks in lockstep.
+
+        `shape` is (num_blocks, heads, block_size, head_dim), the last two multiples of 32. A dtype that the device
+        has no tiles of is a ValueError.
+        """
 
     def allocate_contiguous(self, num_bytes: int) -> Buffer:
         """Whole in one bank: the contiguous receive buffer of the ablation."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from decode_worker.npu.allocator import ALIGNMENT, BankAllocator
-from decode_worker.npu.base import BankUsage, Buffer, DmaMapping
+from decode_worker.npu.base import BankUsage, Buffer, DmaMapping, TensorShape, tiles_of
+from transport.geometry.kv import KVDtype
 
 P150A_BANKS = 8
 P150A_BANK_BYTES = 4_277_141_376
@@ -74,7 +75,11 @@ class EmulatedNpu:
 
     # ---- memory
 
+    def allocate_tensor(self, shape: TensorShape, dtype: KVDtype) -> Buffer:
+        return self.allocate(*tiles_of(shape, dtype))
+
     def allocate(self, num_pages: int, page_bytes: int) -> Buffer:
+        """Pages of any aligned size, interleaved over all banks in lockstep."""
         if num_pages <= 0 or page_bytes <= 0:
             raise ValueError(f"num_pages and page_bytes must be positive, got {num_pages} and {page_bytes}")
         if page_bytes % ALIGNMENT:

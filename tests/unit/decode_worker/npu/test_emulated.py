@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from decode_worker.npu.base import OutOfDeviceMemory
 from decode_worker.npu.emulated import EmulatedNpu
+from transport.geometry import KVGeometry
+from transport.geometry.kv import TILE_BYTES
 
 KIB = 1024
 
@@ -27,6 +29,20 @@ def test_interleaved_buffer_has_one_address_and_share_in_every_bank(npu: Emulate
     first, second = npu.allocate(9, 1088), npu.allocate(8, 64)
     assert [npu.get_buffer_address_bank(second, b) for b in range(8)] == [2 * 1088] * 8
     assert [npu.get_buffer_size_bank(first, b) for b in range(8)] == [2 * 1088] * 8  # ceil(9 / 8) pages
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "pages"),
+    [((5, 3, 32, 64), "bfp8_b", 30), ((2, 1, 64, 32), "bfloat16", 4), ((1, 1, 32, 32), "float32", 1)],
+)
+def test_a_tensor_is_one_page_per_tile(npu: EmulatedNpu, shape, dtype, pages: int) -> None:
+    geometry = KVGeometry(1, shape[1], shape[3], shape[2], shape[0], 8, dtype)
+    buffer = npu.allocate_tensor(shape, dtype)
+    assert (
+        (buffer.num_pages, buffer.page_bytes) == (pages, geometry.page_bytes) == (geometry.num_pages, TILE_BYTES[dtype])
+    )
+    assert npu.get_buffer_size_bank(buffer, 7) == geometry.bank_bytes
+    assert npu.allocate_tensor(shape, dtype).address == geometry.bank_bytes
 
 
 @pytest.mark.parametrize("banks", [7, 8])
@@ -99,6 +115,9 @@ def test_barriers_are_counted(npu: EmulatedNpu) -> None:
     [
         (lambda n: n.allocate(0, 64), "positive"),
         (lambda n: n.allocate(1, 100), "multiple of 64"),
+        (lambda n: n.allocate_tensor((1, 1, 16, 32), "bfloat16"), "multiples of 32"),
+        (lambda n: n.allocate_tensor((0, 1, 32, 32), "bfloat16"), "positive"),
+        (lambda n: n.allocate_tensor((1, 1, 32, 32), "float16"), "dtype must be one of"),
         (lambda n: n.allocate_contiguous(-1), "positive"),
         (lambda n: n.read(8, 0, 1), "bank must be in"),
         (lambda n: n.read(0, 64 * KIB - 1, 2), "outside"),
