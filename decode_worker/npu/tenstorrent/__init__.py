@@ -1,0 +1,1 @@
+"""Tenstorrent Blackhole behind the NPU protocol. ttnn and tt-umd are imported only where they are used."""
