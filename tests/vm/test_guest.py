@@ -1,4 +1,4 @@
-"""All that one guest can show: the files in guest/, and the data-plane contract on verbs.
+"""All that one guest can show: the files in guest/, and on verbs the data-plane contract and whole pushes.
 
 One guest runs them all, started with the first test here; each test then looks at one file's part of the outcome.
 """
@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from . import host, junit, machine, quick_pytest
-
-CONTRACT = host.HERE.parent / "unit" / "transport" / "test_backend_contract.py"
-FILES = {path.stem: path for path in [*sorted((host.HERE / "guest").glob("test_*.py")), CONTRACT]}
+from . import junit, machine, quick_pytest
+from .in_guest import FILES, SELECT
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(700)]
 
@@ -30,8 +28,7 @@ def outcome(vm_host: None, request: pytest.FixtureRequest, tmp_path_factory: pyt
     selected = [item.callspec.params["name"] for item in request.session.items if item.originalname == CHECK]
     files = [str(FILES[name].relative_to(quick_pytest.CHECKOUT)) for name in selected]
     out = tmp_path_factory.mktemp("guest")
-    # The other backends' parameters of the contract need no guest.
-    args = ["-v", "-k", "verbs or not test_backend_contract", f"--junitxml={out / 'junit.xml'}", *files]
+    args = ["-v", "-k", SELECT, f"--junitxml={out / 'junit.xml'}", *files]
     quick_pytest.warm_up(args)
     spec = machine.Spec(
         quick_pytest.command(args), out, limit_s=600, memory_mb=2048, environment=quick_pytest.environment()

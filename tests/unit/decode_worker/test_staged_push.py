@@ -1,8 +1,13 @@
-"""Whole pushes over shared memory into a decode worker that stages or checks them: what is decoded, what comes back."""
+"""Whole pushes into a decode worker that stages or checks them: what is decoded, what comes back.
+
+Over shared memory; in a guest with an RDMA device also over verbs.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,11 +29,12 @@ from prefill_worker.push.pools import Pools
 from prefill_worker.push.push import BlockRange, Limits, Push
 from transport.backends import connect
 from transport.backends.base import OnLost, Piece, PoolWriter, ReceiverEvents
+from transport.backends.link.receiver import LinkReceiver
 from transport.backends.shm import ShmReceiver
 from transport.geometry.pages import PageLayout
 from transport.kernels import cpu
 from transport.kernels.source import Source
-from transport.messages import Cancel, Failed, Lease, Message, PoolDescription, Pushed
+from transport.messages import Cancel, Failed, Lease, Message, PoolDescription, PoolRefused, Pushed
 
 TOKEN = "a-cluster-token-of-some-length"
 ROW = 32 * 32 * 4
@@ -119,20 +125,33 @@ class Rig:
         assert router.tokens(name) == continuation(prompt, 5, 7)
 
 
+MakeReceiver = Callable[[KVPool, ReceiverEvents], LinkReceiver]
+
+
+@pytest.fixture(params=["shm", "verbs"] if os.environ.get("HAWK_GUEST") else ["shm"])
+def plane(request: pytest.FixtureRequest, tmp_path: Path) -> MakeReceiver:
+    """The data plane: how to make the decode worker's receiver."""
+
+    def shm(pool: KVPool, events: ReceiverEvents) -> LinkReceiver:
+        return ShmReceiver("d0", "gen", TOKEN, pool.handed_out(), events, str(tmp_path / "d0.sock"))
+
+    def verbs(pool: KVPool, events: ReceiverEvents) -> LinkReceiver:
+        from transport.backends.verbs.receiver import VerbsReceiver
+
+        return VerbsReceiver("d0", "gen", TOKEN, pool.handed_out(), events, slots=4)
+
+    return {"shm": shm, "verbs": verbs}[request.param]
+
+
 @asynccontextmanager
-async def rig_of(directory: Path, **options: Any) -> AsyncIterator[Rig]:
-    address = str(directory / "d0.sock")
-
-    def make(pool: KVPool, events: ReceiverEvents) -> ShmReceiver:
-        return ShmReceiver("d0", "gen", TOKEN, pool.handed_out(), events, address)
-
+async def rig_of(plane: MakeReceiver, **options: Any) -> AsyncIterator[Rig]:
     writers: list[PoolWriter] = []
 
     def dial(pool: PoolDescription, on_lost: OnLost) -> PoolWriter:
         writers.append(connect(pool, WRITER, TOKEN, on_lost=on_lost))
         return writers[-1]
 
-    async with Bench(make_receiver=make, **options) as bench:
+    async with Bench(make_receiver=plane, **options) as bench:
         rig = Rig(bench, Pools(KV, "f", dial, lambda message: None), writers)
         await asyncio.to_thread(rig.pools.add, bench.worker.description)
         async with asyncio.timeout(10):
@@ -153,10 +172,12 @@ PATHS = [("hawk", True), ("host", False), ("host", True), ("contiguous", False),
 
 @pytest.mark.parametrize(("kv_path", "checksum"), PATHS)
 @pytest.mark.parametrize("length", [5, 64, 300])
-async def test_what_was_pushed_is_what_is_decoded(tmp_path: Path, kv_path: str, checksum: bool, length: int) -> None:
+async def test_what_was_pushed_is_what_is_decoded(
+    plane: MakeReceiver, kv_path: str, checksum: bool, length: int
+) -> None:
     """In pieces of one tile row of one tensor: 20 of them through three slots for the longest."""
     prompt = PROMPT[:length]
-    async with rig_of(tmp_path, kv_path=kv_path, checksum=checksum, channels=7, slot_bytes=ROW) as rig:
+    async with rig_of(plane, kv_path=kv_path, checksum=checksum, channels=7, slot_bytes=ROW) as rig:
         router = await rig.bench.router()
         for name in ("first", "again"):  # the second finds whole blocks resident
             lease = await rig.bench.reserve(router, name, prompt)
@@ -170,10 +191,37 @@ async def test_what_was_pushed_is_what_is_decoded(tmp_path: Path, kv_path: str, 
         await rig.assert_all_back()
 
 
+OTHER_LAYOUTS = [
+    ({"num_layers": 2}, "num_layers 1, ours is 2"),
+    ({"num_kv_heads": 2}, "num_kv_heads 1, ours is 2"),
+    ({"head_dim": 64}, "head_dim 32, ours is 64"),
+    ({"dtype": "bfloat16"}, "stages float32, our KV is bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("other", "words"), OTHER_LAYOUTS, ids=[next(iter(other)) for other, _ in OTHER_LAYOUTS])
+async def test_case_27_a_prefill_worker_of_another_layout_is_refused_before_it_connects(
+    plane: MakeReceiver, other: dict[str, Any], words: str
+) -> None:
+    """As a rank of other tensor parallelism would be: with both values, and nothing of the decode worker's touched."""
+    reports: list[Message] = []
+    async with Bench(make_receiver=plane, kv_path="host") as bench:
+        kv = KV.model_copy(update=other)
+        pools = Pools(kv, "f", lambda pool, on_lost: connect(pool, WRITER, TOKEN, on_lost=on_lost), reports.append)
+        await asyncio.to_thread(pools.add, bench.worker.description)
+        (refused,) = reports
+        assert isinstance(refused, PoolRefused)
+        assert refused.error.code == "geometry_mismatch"
+        assert words in refused.error.message
+        assert not refused.error.error().retryable
+        assert not bench.worker.receiver.counters["writers_joined"]
+        assert bench.worker.receiver.writers == []
+
+
 @pytest.mark.parametrize("checksum", [False, True])
-async def test_the_host_path_serves_a_device_that_nobody_else_can_address(tmp_path: Path, checksum: bool) -> None:
+async def test_the_host_path_serves_a_device_that_nobody_else_can_address(plane: MakeReceiver, checksum: bool) -> None:
     device = Unreachable(8, 8 << 20)
-    async with rig_of(tmp_path, kv_path="host", checksum=checksum, device=device, slot_bytes=3 * ROW) as rig:
+    async with rig_of(plane, kv_path="host", checksum=checksum, device=device, slot_bytes=3 * ROW) as rig:
         router = await rig.bench.router()
         lease = await rig.bench.reserve(router, "r", PROMPT)
         rig.whole(lease, PROMPT)
@@ -182,8 +230,10 @@ async def test_the_host_path_serves_a_device_that_nobody_else_can_address(tmp_pa
         await rig.assert_all_back()
 
 
-async def test_a_writer_is_never_more_than_its_slots_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with rig_of(tmp_path, kv_path="host", slot_bytes=ROW) as rig:
+async def test_a_writer_is_never_more_than_its_slots_ahead(
+    plane: MakeReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with rig_of(plane, kv_path="host", slot_bytes=ROW) as rig:
         rig.hold_pieces(monkeypatch)
         router = await rig.bench.router()
         lease = await rig.bench.reserve(router, "r", PROMPT)
@@ -197,8 +247,8 @@ async def test_a_writer_is_never_more_than_its_slots_ahead(tmp_path: Path, monke
         await rig.assert_all_back()
 
 
-async def test_a_slow_decode_worker_costs_a_push_one_ttl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with rig_of(tmp_path, kv_path="host", slot_bytes=ROW) as rig:
+async def test_a_slow_decode_worker_costs_a_push_one_ttl(plane: MakeReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig_of(plane, kv_path="host", slot_bytes=ROW) as rig:
         rig.hold_pieces(monkeypatch)
         router = await rig.bench.router()
         lease = await rig.bench.reserve(router, "r", PROMPT)
@@ -235,10 +285,10 @@ async def router_died(rig: Rig, router: Router) -> None:
 )
 @pytest.mark.parametrize("checksum", [False, True])
 async def test_a_push_that_ends_in_the_middle_gives_every_slot_and_block_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Rig, Router], Any], checksum: bool
+    plane: MakeReceiver, monkeypatch: pytest.MonkeyPatch, end: Callable[[Rig, Router], Any], checksum: bool
 ) -> None:
     """While one piece is being moved into the blocks, two wait in their slots, and the writer waits for a slot."""
-    async with rig_of(tmp_path, kv_path="host", checksum=checksum, slot_bytes=ROW) as rig:
+    async with rig_of(plane, kv_path="host", checksum=checksum, slot_bytes=ROW) as rig:
         rig.hold_pieces(monkeypatch)
         router = await rig.bench.router()
         lease = await rig.bench.reserve(router, "r", PROMPT)
@@ -255,9 +305,9 @@ async def test_a_push_that_ends_in_the_middle_gives_every_slot_and_block_back(
 
 
 async def test_a_lease_that_expires_in_the_middle_gives_every_slot_and_block_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plane: MakeReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with rig_of(tmp_path, kv_path="host", slot_bytes=ROW) as rig:
+    async with rig_of(plane, kv_path="host", slot_bytes=ROW) as rig:
         rig.hold_pieces(monkeypatch)
         router = await rig.bench.router()
         rig.whole(await rig.bench.reserve(router, "r", PROMPT), PROMPT)
@@ -275,9 +325,11 @@ async def test_a_lease_that_expires_in_the_middle_gives_every_slot_and_block_bac
 
 
 @pytest.mark.parametrize(("kv_path", "checksum"), [("host", False), ("host", True), ("hawk", True)])
-async def test_a_preempted_prefill_is_pushed_again_from_the_start(tmp_path: Path, kv_path: str, checksum: bool) -> None:
+async def test_a_preempted_prefill_is_pushed_again_from_the_start(
+    plane: MakeReceiver, kv_path: str, checksum: bool
+) -> None:
     """Other KV the second time, in other steps: nothing of the first time may be left, and nothing be missing."""
-    async with rig_of(tmp_path, kv_path=kv_path, checksum=checksum, slot_bytes=ROW) as rig:
+    async with rig_of(plane, kv_path=kv_path, checksum=checksum, slot_bytes=ROW) as rig:
         router = await rig.bench.router()
         lease = await rig.bench.reserve(router, "r", PROMPT, shared=False)
         push = rig.push(lease, PROMPT, chunk_bytes=ROW)
@@ -296,15 +348,43 @@ async def test_a_preempted_prefill_is_pushed_again_from_the_start(tmp_path: Path
         await rig.assert_all_back()
 
 
+@pytest.mark.parametrize(("kv_path", "checksum"), PATHS)
+async def test_case_33_pages_are_read_from_when_they_are_handed_over_until_they_are_given_back(
+    plane: MakeReceiver, kv_path: str, checksum: bool
+) -> None:
+    """Chunked prefill: what the engine has not written yet, and what it writes after the push, is on no wire."""
+    async with rig_of(plane, kv_path=kv_path, checksum=checksum, slot_bytes=ROW) as rig:
+        router = await rig.bench.router()
+        lease = await rig.bench.reserve(router, "r", PROMPT)
+        push = rig.push(lease, PROMPT, chunk_bytes=ROW)
+        pages = push._pages.source.layers[0]
+        final = pages.copy()
+        pages[:] = np.nan
+        chunks = [0, 96, 128, 256, 300]
+        for start, stop in itertools.pairwise(chunks):
+            first = start // LAYOUT.block_size
+            pages[first : -(-stop // LAYOUT.block_size)] = final[first : -(-stop // LAYOUT.block_size)]
+            assert not push.released
+            push.add(BlockRange(start, stop, rig.table, stop == 300))
+            async with asyncio.timeout(10):  # until it is read, the next chunk's pages are not what they will be
+                while push._bytes < stop // 32 * 2 * ROW:
+                    await asyncio.sleep(0.001)
+        assert isinstance(await rig.reported(), Pushed)
+        assert push.released
+        pages[:] = np.nan
+        await rig.assert_decodes(router, lease, "r", PROMPT)
+        await rig.assert_all_back()
+
+
 # ---- checksums
 
 
 @pytest.mark.parametrize("kv_path", ["hawk", "contiguous"])
 async def test_case_35_a_byte_that_changed_before_landing_is_caught_before_the_first_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv_path: str
+    plane: MakeReceiver, monkeypatch: pytest.MonkeyPatch, kv_path: str
 ) -> None:
     """The same request, tried again, gives the right tokens: nothing of the bad blocks is shared."""
-    async with rig_of(tmp_path, kv_path=kv_path, checksum=True, channels=7) as rig:
+    async with rig_of(plane, kv_path=kv_path, checksum=True, channels=7) as rig:
         router = await rig.bench.router()
         worker, landed = rig.bench.worker, rig.bench.worker.landed
 
@@ -338,9 +418,9 @@ async def test_case_35_a_byte_that_changed_before_landing_is_caught_before_the_f
 
 
 async def test_case_35_a_byte_that_changed_in_its_slot_is_caught_before_it_is_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plane: MakeReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with rig_of(tmp_path, kv_path="host", checksum=True, slot_bytes=ROW) as rig:
+    async with rig_of(plane, kv_path="host", checksum=True, slot_bytes=ROW) as rig:
         rig.hold_pieces(monkeypatch)
         router = await rig.bench.router()
         lease = await rig.bench.reserve(router, "bad", PROMPT)
@@ -364,8 +444,8 @@ async def test_case_35_a_byte_that_changed_in_its_slot_is_caught_before_it_is_mo
         await rig.assert_all_back()
 
 
-async def test_with_checksums_nothing_is_stored_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with rig_of(tmp_path, checksum=True) as rig:
+async def test_with_checksums_nothing_is_stored_in_place(plane: MakeReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig_of(plane, checksum=True) as rig:
         staged = []
         real = PieceWriter._staged
         monkeypatch.setattr(PieceWriter, "_staged", lambda pieces, *what: staged.append(what) or real(pieces, *what))

@@ -47,6 +47,10 @@ class Events:
         return await asyncio.wait_for(self.queue.get(), 10)
 
 
+Handed = tuple[Region, int, int]
+"""A region, its descriptor, and where in that it begins."""
+
+
 @dataclass
 class Pool:
     """A running receiver, its description, its memory (uint8 per region) and its events."""
@@ -55,6 +59,7 @@ class Pool:
     description: PoolDescription
     memory: list[np.ndarray]
     events: Events
+    handed: list[Handed]
     _ids: itertools.count = field(default_factory=lambda: itertools.count(1))
 
     def lease(self, slot: int, lease_id: str) -> Lease:
@@ -72,9 +77,6 @@ class Pool:
     def grant(self, lease_id: str | None = None, writer: Writer = WRITER) -> Lease:
         lease_id = lease_id or f"lease-{next(self._ids)}"
         return self.lease(self.receiver.grant(lease_id, writer), lease_id)
-
-
-Handed = tuple[Region, int, int]
 
 
 class Backend:
@@ -96,7 +98,6 @@ class Backend:
         lengths: tuple[int, ...] = (REGION_BYTES, REGION_BYTES),
         slots: int = 16,
     ) -> Pool:
-        events = Events()
         regions, memory = [], []
         for index, length in enumerate(lengths):
             fd = os.memfd_create(f"region-{index}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -105,11 +106,22 @@ class Backend:
             regions.append((Region(address=0, rkey=index, length=length), fd, 0))
             memory.append(np.frombuffer(mmap.mmap(fd, length), np.uint8))
             memory[-1][:] = POISON
+        return await self._serve(name, generation, token, regions, memory, slots)
+
+    async def restarted(self, pool: Pool, generation: str, *, slots: int = 16) -> Pool:
+        """The receiver that comes after `pool`'s: another generation, with the same address and the same memory."""
+        await pool.receiver.close()
+        return await self._serve(pool.description.worker, generation, TOKEN, pool.handed, pool.memory, slots)
+
+    async def _serve(
+        self, name: str, generation: str, token: str, regions: list[Handed], memory: list[np.ndarray], slots: int
+    ) -> Pool:
+        events = Events()
         receiver = self.receiver(name, generation, token, regions, events, slots)
         self._receivers.append(receiver)
         await receiver.start()
         description = describe(name, generation, [region for region, _, _ in regions], receiver.endpoint)
-        return Pool(receiver, description, memory, events)
+        return Pool(receiver, description, memory, events, regions)
 
     def receiver(
         self, name: str, generation: str, token: str, regions: list[Handed], events: Events, slots: int

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,8 +15,20 @@ from backend_harness import BACKENDS, POISON, REGION_BYTES, TOKEN, WRITER, Backe
 
 from transport.backends import connect
 from transport.backends.base import LeaseWriter, Piece, PoolWriter, Run
-from transport.errors import AuthenticationFailed, LeaseRevoked, Overloaded, PushFailed, StaleGeneration, WorkerLost
-from transport.messages import Lease, Writer
+from transport.backends.link import packets
+from transport.backends.link.slots import split_token
+from transport.backends.link.writer import LinkPoolWriter
+from transport.errors import (
+    AuthenticationFailed,
+    GeometryMismatch,
+    HawkError,
+    LeaseRevoked,
+    Overloaded,
+    PushFailed,
+    StaleGeneration,
+    WorkerLost,
+)
+from transport.messages import Lease, Region, Writer
 
 MAPPED = {"shm"}
 """Backends that promise `LeaseWriter.mapped`: the kernel stores in place there, and a fence waits for its chunks."""
@@ -191,6 +205,31 @@ async def test_an_announced_piece_is_in_place(pool: Pool, writer: PoolWriter) ->
     await pushing
 
 
+async def test_case_33_a_buffer_may_be_filled_again_as_soon_as_its_write_has_returned(
+    pool: Pool, writer: PoolWriter
+) -> None:
+    """The next chunk's bytes are never sent as this one's, by whatever is still under way."""
+    length, count = 64 * 1024, REGION_BYTES // (64 * 1024)
+    lease = writer.open(pool.grant("a"))
+    buffer = pattern(length)
+
+    def write() -> None:
+        for number in range(count):
+            for region in range(2):
+                buffer[:] = 2 * number + region
+                lease.write(buffer, [Run(region, 0, number * length, length)])
+                buffer[:] = 0xFF
+        lease.complete(10.0)
+
+    pushing = asyncio.create_task(asyncio.to_thread(write))
+    assert await pool.events.wait() == ("landed", "a")
+    for region in range(2):
+        expected = np.arange(region, 2 * count, 2, dtype=np.uint8)[:, None]
+        assert (pool.memory[region].reshape(count, length) == expected).all()
+    pool.receiver.acknowledge("a")
+    await pushing
+
+
 async def test_a_writer_waits_until_its_pieces_are_drained(pool: Pool, writer: PoolWriter) -> None:
     lease = writer.open(pool.grant("a"))
     await asyncio.to_thread(lease.announce, Piece(0, 32, 0, 0))
@@ -212,7 +251,7 @@ async def test_pieces_that_are_not_drained_fail_in_time(pool: Pool, writer: Pool
         await asyncio.to_thread(lease.wait_drained, 1, 0.1)
 
 
-async def test_a_fence_wakes_a_writer_that_waits_for_room(pool: Pool, writer: PoolWriter) -> None:
+async def test_case_22_a_fence_wakes_a_writer_that_waits_for_room(pool: Pool, writer: PoolWriter) -> None:
     lease = writer.open(pool.grant("a"))
     await asyncio.to_thread(lease.announce, Piece(0, 32, 0, 0))
     await pool.events.wait()
@@ -319,7 +358,7 @@ async def test_one_cancelled_fence_does_not_end_the_others(pool: Pool, writer: P
     await asyncio.wait_for(asyncio.gather(*fences[1:]), 10)
 
 
-async def test_a_fence_after_landing_wakes_the_waiting_writer(pool: Pool, writer: PoolWriter) -> None:
+async def test_case_22_a_fence_after_landing_wakes_the_waiting_writer(pool: Pool, writer: PoolWriter) -> None:
     lease = writer.open(pool.grant("a"))
     push = asyncio.create_task(asyncio.to_thread(lease.complete, 10.0))
     await pool.events.wait()
@@ -414,7 +453,115 @@ async def test_case_19_another_generation_of_the_pool_is_refused_by_name(backend
     writer.close()
 
 
-async def test_a_grant_needs_the_connected_writer(pool: Pool, writer: PoolWriter) -> None:
+async def test_case_19_what_a_writer_of_the_former_generation_sends_lands_nowhere(backend: Backend) -> None:
+    """It is in the middle of a push when the receiver restarts over the same memory, at the same address."""
+    before = await backend.pool(generation="d1")
+    writer = await join(before)
+    lease, old = writer.open(before.grant("a")), before.grant("old")
+    staging, run = pattern(REGION_BYTES), [Run(0, 0, 0, REGION_BYTES)]
+    started = threading.Event()
+
+    def hammer() -> None:
+        while True:
+            lease.write(staging, run)
+            started.set()
+
+    task = asyncio.create_task(asyncio.to_thread(hammer))
+    await asyncio.to_thread(started.wait, 10)
+    after = await backend.restarted(before, "d2")
+    after.memory[0][:] = POISON
+    with pytest.raises((PushFailed, LeaseRevoked), match="decode-0"):
+        await task
+    again = await join(after)
+    for stale in (old, before.lease(after.receiver.grant("b", WRITER), "b")):
+        with pytest.raises(StaleGeneration, match="generation d1"):
+            again.open(stale)
+    await push(after, again.open(after.grant("c")), pattern(10, 9), [Run(0, 0, 0, 10)])
+    assert (after.memory[0][:10] == 9).all()
+    assert (after.memory[0][10:] == POISON).all()
+    await asyncio.to_thread(again.close)
+    await asyncio.to_thread(writer.close)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(4096, 4096), (REGION_BYTES,), (REGION_BYTES,) * 3, (REGION_BYTES, REGION_BYTES // 2)], ids=str
+)
+async def test_case_27_regions_other_than_described_are_refused_at_the_handshake(
+    pool: Pool, lengths: tuple[int, ...]
+) -> None:
+    """Number and lengths: before a byte is written, and with both values."""
+    channels = tuple(Region(address=0, rkey=index, length=length) for index, length in enumerate(lengths))
+    other = pool.description.model_copy(update={"channels": channels})
+    words = rf"pool decode-0 hands out regions of .* bytes, its description says {re.escape(str(list(lengths)))}"
+    with pytest.raises(GeometryMismatch, match=words):
+        await asyncio.to_thread(connect, other, WRITER, TOKEN)
+    writer = await asyncio.to_thread(connect, pool.description, WRITER, TOKEN)
+    pushing = asyncio.create_task(asyncio.to_thread(writer.open(pool.grant("a")).complete, 10.0))
+    while (event := await pool.events.wait())[0] in ("writer_joined", "writer_lost"):
+        pass  # a backend may count the other one as joined until it has gone
+    assert event == ("landed", "a")
+    pool.receiver.acknowledge("a")
+    await pushing
+    assert all((region == POISON).all() for region in pool.memory)
+    await asyncio.to_thread(writer.close)
+
+
+RANKS = [Writer(worker=f"prefill-{worker}", generation=f"p{rank}") for worker in range(2) for rank in range(2)]
+
+
+async def test_case_29_equal_slots_of_many_writers_are_kept_apart(pool: Pool) -> None:
+    """Ranks of one worker, and equal ranks of two: all land at once, and are acknowledged in any order."""
+    joined = [await join(pool, rank) for rank in RANKS]
+    part = REGION_BYTES // len(RANKS)
+    leases, pushes = {}, {}
+    for number, (writer, rank) in enumerate(zip(joined, RANKS, strict=True)):
+        granted = pool.grant(f"lease-{number}", rank)
+        assert split_token(granted.slot)[0] == 0
+        leases[granted.id] = (writer.open(granted), number)
+
+    def run(lease: LeaseWriter, number: int) -> None:
+        lease.write(pattern(part, number + 1), [Run(0, 0, number * part, part)])
+        lease.complete(10.0)
+
+    for name in random.Random(29).sample(sorted(leases), len(leases)):
+        pushes[name] = asyncio.create_task(asyncio.to_thread(run, *leases[name]))
+    for _ in range(len(leases)):
+        event, name = await pool.events.wait()
+        assert event == "landed"
+        number = leases[str(name)][1]
+        assert (pool.memory[0][number * part : (number + 1) * part] == number + 1).all()
+    for name in random.Random(92).sample(sorted(leases), len(leases)):
+        pool.receiver.acknowledge(name)
+        await asyncio.wait_for(pushes.pop(name), 10)
+        assert not any(task.done() for task in pushes.values())
+    assert pool.events.queue.empty()
+    for writer in joined:
+        await asyncio.to_thread(writer.close)
+
+
+async def test_case_29_a_writer_cannot_speak_for_anothers_lease(
+    pool: Pool, writer: PoolWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not open it, nor say that it has landed or failed, although lease and slot are named as they are."""
+    monkeypatch.setattr("transport.backends.link.writer.GRANT_WAIT_S", 0.1)
+    other = await join(pool, RANKS[0])
+    assert isinstance(other, LinkPoolWriter)
+    granted = pool.grant("mine")
+    mine, theirs = writer.open(granted), other.open(pool.grant("theirs", RANKS[0]))
+    with pytest.raises(LeaseRevoked):
+        other.open(granted)
+    with other.changed:
+        other.send(packets.Landed("mine", granted.slot, 10))
+        other.send(packets.Aborted("mine", granted.slot, "forged"))
+    await push(pool, theirs, pattern(10, 2), [Run(0, 0, 10, 10)])
+    counters = pool.receiver.counters  # type: ignore[attr-defined]
+    assert (counters["unknown_landed"], counters["unknown_aborts"]) == (1, 1)
+    await push(pool, mine, pattern(10, 1), [Run(0, 0, 0, 10)])
+    assert (pool.memory[0][:20] == np.repeat([1, 2], 10)).all()
+    await asyncio.to_thread(other.close)
+
+
+async def test_case_19_a_grant_needs_the_connected_writer(pool: Pool, writer: PoolWriter) -> None:
     with pytest.raises(WorkerLost, match=r"prefill-9 .* is not connected"):
         pool.grant(writer=Writer(worker="prefill-9", generation="p1"))
     with pytest.raises(WorkerLost, match="connected as generation p1"):
@@ -485,6 +632,65 @@ async def test_case_18_and_20_a_restarted_receiver_is_noticed_and_reached_again(
     await push(after, again.open(after.grant("a")), pattern(10), [Run(0, 0, 0, 10)])
     assert (after.memory[0][:10] == 7).all()
     again.close()
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_case_18_a_restarted_writer_is_served_by_the_receiver_that_stayed(
+    pool: Pool, noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not the end of the writer's former life has been noticed when the next one comes."""
+    monkeypatch.setattr("transport.backends.link.writer.GRANT_WAIT_S", 0.1)
+    before, restarted = await join(pool), Writer(worker=WRITER.worker, generation="p2")
+    old, unopened = before.open(pool.grant("old")), pool.grant("unopened")
+    await asyncio.to_thread(old.write, pattern(10), [Run(0, 0, 0, 10)])
+    if noticed:
+        await asyncio.to_thread(before.close)
+        assert await pool.events.wait() == ("writer_lost", WRITER)
+    after = await join(pool, restarted)
+    with pytest.raises(LeaseRevoked):
+        after.open(unopened)
+    await push(pool, after.open(pool.grant("first", restarted)), pattern(10, 1), [Run(1, 0, 0, 10)])
+    if not noticed:
+        await asyncio.to_thread(before.close)
+        assert await pool.events.wait() == ("writer_lost", WRITER)
+    await asyncio.wait_for(pool.receiver.fence("old"), 10)
+    pool.memory[0][:] = POISON
+    with pytest.raises(PushFailed):
+        old.write(pattern(10), [Run(0, 0, 0, 10)])
+    with pytest.raises(WorkerLost, match="connected as generation p2"):
+        pool.grant("late")
+    await push(pool, after.open(pool.grant("second", restarted)), pattern(10, 2), [Run(1, 0, 10, 10)])
+    assert (pool.memory[0] == POISON).all()
+    assert (pool.memory[1][:20] == np.repeat([1, 2], 10)).all()
+    await asyncio.to_thread(after.close)
+
+
+async def test_case_20_a_restarted_receiver_is_no_trouble_for_another(backend: Backend, tmp_path: Path) -> None:
+    """One writing process, two receivers: a push to the second runs while the first restarts, twice."""
+    neighbours = type(backend)(tmp_path)
+    restarting, steady = await backend.pool(), await neighbours.pool(name="decode-1")
+    lost: list[str] = []
+    to_steady = await join(steady, on_lost=lost.append)
+    for turn in range(2):
+        writer = await join(restarting)
+        broken, kept = writer.open(restarting.grant("a")), to_steady.open(steady.grant("a"))
+        await asyncio.to_thread(kept.write, pattern(1000, turn), [Run(0, 0, 0, 1000)])
+        await asyncio.to_thread(broken.write, pattern(1000), [Run(0, 0, 0, 1000)])
+        restarting = await backend.restarted(restarting, f"d{turn + 2}")
+        with pytest.raises(HawkError, match="decode-0") as failure:
+            await asyncio.to_thread(broken.complete, 10.0)
+        assert failure.value.retryable
+        await push(steady, kept, pattern(1000, turn), [Run(0, 0, 1000, 1000)])
+        assert (steady.memory[0][:2000] == turn).all()
+        again = await join(restarting)
+        await push(restarting, again.open(restarting.grant("b")), pattern(10, turn), [Run(0, 0, 0, 10)])
+        await asyncio.to_thread(again.close)
+        assert (await restarting.events.wait())[0] == "writer_lost"
+        await asyncio.to_thread(writer.close)
+    assert to_steady.alive
+    assert not lost
+    await asyncio.to_thread(to_steady.close)
+    await neighbours.close()
 
 
 async def test_connecting_to_nothing_fails(backend: Backend) -> None:

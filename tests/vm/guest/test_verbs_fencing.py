@@ -34,13 +34,28 @@ def following(stale: Process) -> Iterator[Process]:
 
 
 @pytest.fixture
-async def pool(stale: Process, following: Process, tmp_path: Path) -> AsyncIterator[Pool]:
+def restarted() -> Iterator[Process]:
+    """The stale writer's next life."""
+    process = Process(Writer(worker="stale", generation="p2"), NEXT_OWNER)
+    yield process
+    process.end()
+
+
+@pytest.fixture
+async def backend(
+    stale: Process, following: Process, restarted: Process, tmp_path: Path
+) -> AsyncIterator[PatientBackend]:
     """Made after the processes have been forked, so that they inherit nothing of it."""
     backend = PatientBackend(tmp_path)
+    yield backend
+    await backend.close()
+
+
+@pytest.fixture
+async def pool(backend: PatientBackend, stale: Process) -> Pool:
     pool = await backend.pool(lengths=(PART * PARTS,), slots=LANES)
     await stale.join(pool)
-    yield pool
-    await backend.close()
+    return pool
 
 
 async def fence(pool: Pool, lease_id: str) -> None:
@@ -89,6 +104,43 @@ async def test_a_killed_writer_has_written_its_last_byte_when_it_is_lost(
     await asyncio.to_thread(stale.process.join)
     await fence(pool, "old")
     assert (pool.memory[0] == NEXT_OWNER).all()
+
+
+async def test_case_18_a_killed_writer_comes_back_and_the_receiver_stays(
+    pool: Pool, stale: Process, restarted: Process
+) -> None:
+    """It is killed in mid-push, and its next life is served at once: not a byte of the former comes in between."""
+    await stale.open(pool.grant("old", stale.writer))
+    await stale.push(pool)
+    stale.signal(signal.SIGKILL)
+    assert await pool.events.wait() == ("writer_lost", stale.writer)
+    await restarted.join(pool)
+    for number in range(3):
+        await restarted.open(await lane_of(pool, f"new-{number}", restarted.writer))
+        pool.memory[0][:] = 0
+        await restarted.fill(pool)
+
+
+async def test_case_19_what_a_stopped_writer_posted_for_the_former_generation_lands_nowhere(
+    backend: PatientBackend, pool: Pool, stale: Process, following: Process
+) -> None:
+    """The receiver restarts over the same memory while the writer cannot hear of it."""
+    await stale.open(pool.grant("old", stale.writer))
+    await stale.burst(pool)
+    after = await backend.restarted(pool, "d2", slots=LANES)
+    await following.join(after)
+    await following.open(after.grant("new", following.writer))
+    await following.fill(after)
+    await asyncio.sleep(RETRY_S)  # nothing tells of a write that is refused
+    assert (after.memory[0] == NEXT_OWNER).all()
+    stale.signal(signal.SIGCONT)
+    assert await stale.answer() == "push_failed"
+    assert await stale.ask("connect", pool.description.model_dump_json()) == "stale_generation"
+    await stale.join(after)
+    assert await stale.ask("open", pool.lease(1 << 16, "forged").model_dump_json()) == "stale_generation"
+    assert (after.memory[0] == NEXT_OWNER).all()
+    await stale.open(after.grant("again", stale.writer))
+    await stale.fill(after)
 
 
 async def test_a_stopped_writer_runs_out_of_lanes_and_has_them_again_when_it_goes_on(

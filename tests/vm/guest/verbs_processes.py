@@ -84,7 +84,11 @@ class PatientBackend(VerbsBackend):
     def receiver(
         self, name: str, generation: str, token: str, regions: list[Handed], events: Events, slots: int
     ) -> VerbsReceiver:
-        return VerbsReceiver(name, generation, token, regions, events, slots=slots, options=PATIENCE)
+        receiver = VerbsReceiver(
+            name, generation, token, regions, events, port=self._port, slots=slots, options=PATIENCE
+        )
+        self._port = int(receiver.address.rpartition(":")[2])
+        return receiver
 
 
 class Process:
