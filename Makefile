@@ -2,12 +2,13 @@
 #
 # PREFILL, DECODE  number of workers      PORT  of the router      MODEL  directory or name
 # ARGS             passed on: further flags of `hawk up`, pytest or the benchmark
-# PYTHON           a CPython 3.11         PIP_EXTRA_INDEX_URL      one more package index for pip
+# PYTHON           a CPython 3.11         PYTHON_TTNN  a CPython 3.12 or 3.10, for .venv-ttnn
+# PIP_EXTRA_INDEX_URL                     one more package index for pip
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help env env-dev model up test test-unit test-integration e2e vm lint format bench bench-transfer bench-decode \
-        bench-serve doctor smoke lock clean
+.PHONY: help env env-dev env-ttnn model up test test-unit test-integration e2e vm ttnn lint format bench \
+        bench-transfer bench-decode bench-serve doctor smoke lock clean
 
 # The environment is installed without byte code, which is twice as fast; the first import of a module writes it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -29,10 +30,15 @@ env: ## the Python environment in .venv, from the lock
 env-dev: ## the same, with test and lint tools
 	@deploy/env.sh dev
 
+env-ttnn: ## the environment of a decode node with Tenstorrent cards, and of their simulator, in .venv-ttnn
+	@deploy/env.sh ttnn
+
 model: env ## the default model, converted once
 	@$(BIN)/hawk model pull >/dev/null
 
+# Without a Python for .venv-ttnn the tests that need it skip, and say so; HAWK_REQUIRE=ttnn makes that a failure.
 test: env-dev model ## all tests
+	@deploy/env.sh ttnn || true
 	$(TESTS) $(ARGS)
 
 test-unit: env-dev ## unit tests: no model, no processes
@@ -46,6 +52,9 @@ e2e: env-dev model ## tests with real roles, vLLM and a real model
 
 vm: env-dev ## tests over RDMA, in QEMU guests (needs the packages that tests/vm/install takes)
 	HAWK_REQUIRE=vm $(TESTS) -m vm $(ARGS)
+
+ttnn: env-dev env-ttnn ## tests on Tenstorrent's simulated and mock devices
+	HAWK_REQUIRE=ttnn $(TESTS) -m ttnn $(ARGS)
 
 lint: env-dev ## ruff, and mypy --strict on transport
 	$(BIN)/ruff check .
@@ -73,9 +82,9 @@ doctor: env ## check this machine and the installation
 smoke: ## curl against a running router: PORT=8000
 	@deploy/smoke.sh http://127.0.0.1:$(or $(PORT),8000)
 
-lock: ## hashes of deploy/requirements/*.in into *.txt
-	python3.11 deploy/requirements/compile.py
+lock: env ## hashes of deploy/requirements/*.in into *.txt
+	$(BIN)/python deploy/requirements/compile.py
 
 clean: ## remove what was made in this directory: environment, model, logs, caches
-	rm -rf .venv .hawk build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ttnn .hawk build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

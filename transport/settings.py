@@ -15,11 +15,11 @@ import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import tomllib
 from pydantic import Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
@@ -34,6 +34,11 @@ from pydantic_settings import (
 from transport.errors import ConfigurationError
 from transport.session.frames import DEFAULT_MAX_FRAME_BYTES
 from transport.session.outbox import DEFAULT_MAX_QUEUE_BYTES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 SECTIONS = ("router", "prefill", "decode", "up")
 SHARED = ("token", "token_file", "log_level", "log_json")

@@ -8,6 +8,9 @@ CHIPS = (1, 2, 4)
 #: PCIe buses of the slots, and so the chips' trays: of a board that tt-metal knows, or it takes two for one
 BUSES = (0x01, 0x41, 0x42, 0xC1)
 
+#: a board's id holds its type in the bits from 36 on
+P150A = 0x40
+
 #: ethernet channels that join a p150 to the next, and to the one before: the two groups alternate round the ring
 LINKS = (range(4, 8), range(8, 12))
 
@@ -49,7 +52,7 @@ def descriptor(chips: int) -> str:
         "chip_to_bus_id:\n",
         *(f"  {chip}: 0x{BUSES[chip]:04x}\n" for chip in numbers),
         "boards:\n",
-        *(f"  - [{{board_id: {100 + chip}}}, {{board_type: p150}}, {{chips: [{chip}]}}]\n" for chip in numbers),
+        *(f"  - [{{board_id: {P150A << 36 | chip}}}, {{board_type: p150}}, {{chips: [{chip}]}}]\n" for chip in numbers),
         "asic_locations:\n",
         *(f"  {chip}: 0\n" for chip in numbers),
         "chip_pci_bdfs:\n",

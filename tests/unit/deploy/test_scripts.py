@@ -60,6 +60,45 @@ def test_every_pin_of_the_lock_has_a_hash() -> None:
             assert pin.lower().replace("-", "_") in locked.lower().replace("-", "_")
 
 
+def test_the_lock_for_two_pythons_has_a_hash_or_two_for_every_pin() -> None:
+    lines = (ROOT / "deploy/requirements/ttnn.in").read_text().splitlines()
+    pins = {line for line in lines if "==" in line}
+    locked = (ROOT / "deploy/requirements/ttnn.txt").read_text().replace(" \\\n", "").splitlines()[1:]
+    assert {line.split("    --hash")[0] for line in locked} == pins
+    counts = {line.split("==")[0]: line.count("--hash=sha256:") for line in locked}
+    assert set(counts.values()) == {1, 2}
+    assert counts["ttnn"] == counts["numpy"] == 2, "CPython 3.10's wheel and 3.12's"
+
+
+def test_a_missing_python_for_ttnn_is_said_with_what_gives_one(checkout: Path) -> None:
+    shutil.copytree(ROOT / "decode_worker/npu/tenstorrent", checkout / "decode_worker/npu/tenstorrent")
+    script(checkout / "python", "exit 1")
+    done = run("deploy/env.sh", "ttnn", cwd=checkout, PYTHON_TTNN=str(checkout / "python"))
+    assert done.returncode == 1
+    assert "needs CPython 3.12 or 3.10" in done.stderr
+    assert str(checkout / "python") in done.stderr
+    for way in ("PYTHON_TTNN=", "uv python install", "pyenv install", "apt install"):
+        assert way in done.stderr
+    assert not (checkout / ".venv-ttnn").exists()
+
+
+def test_pyenvs_pythons_are_found_off_the_path(checkout: Path) -> None:
+    shutil.copytree(ROOT / "decode_worker/npu/tenstorrent", checkout / "decode_worker/npu/tenstorrent")
+    tools, version = checkout / "tools", checkout / "pyenv/versions/3.12.7/bin"
+    version.mkdir(parents=True)
+    tools.mkdir()
+    for name in ("python3.12", "python3.10", "uv"):
+        script(tools / name, "exit 127")
+    script(tools / "pyenv", f"echo {checkout}/pyenv")
+    script(
+        version / "python3",
+        f'case "$1" in -c) ;; --version) echo here ;; *) echo "$0" >{checkout}/used; exit 1 ;; esac',
+    )
+    done = run("deploy/env.sh", "ttnn", cwd=checkout, PATH=f"{tools}:{os.environ['PATH']}", PYTHON_TTNN="")
+    assert done.returncode == 1
+    assert (checkout / "used").read_text().strip() == str(version / "python3")
+
+
 def test_smoke_fails_where_nobody_answers() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -77,4 +116,12 @@ def test_smoke_wants_a_url() -> None:
 def test_make_help_lists_the_targets() -> None:
     done = run("make", "help")
     assert done.returncode == 0
-    assert {line.split()[0] for line in done.stdout.splitlines()} >= {"up", "test", "e2e", "lint", "bench", "clean"}
+    assert {line.split()[0] for line in done.stdout.splitlines()} >= {
+        "up",
+        "test",
+        "e2e",
+        "ttnn",
+        "lint",
+        "bench",
+        "clean",
+    }
