@@ -86,7 +86,7 @@ class Arrivals:
         if self._staged:
             if not inbound.placing:
                 self._on_placed(lease)
-        elif self._pool.checksum or self._pool.kv_path == "contiguous":
+        elif self._pool.checksum or self._pool.kv_path in ("contiguous", "relay"):
             self._start(lease, self._finish(lease, inbound))
         else:
             self._on_placed(lease)
@@ -145,18 +145,24 @@ class Arrivals:
             self._leases.unpin(lease)
 
     async def _finish(self, lease: LeaseRecord, inbound: Inbound) -> None:
-        """kv_path hawk with checksums, or contiguous: all has landed."""
+        """kv_path hawk with checksums, relay, or contiguous: all has landed."""
 
         def work() -> None:
+            if not _live(lease):  # it ended while the threads were busy with others
+                return
             if self._pool.checksum:
                 self._relayout.check(target, pieces)
             if target.staging is not None:
                 self._relayout.scatter(target)
+            elif self._pool.mirror is not None:
+                copied = self._relayout.relay(target, lambda: _live(lease))
+                self._metrics.relayed_bytes.inc(copied)
 
         target, pieces = _target(lease), list(inbound.pieces)
         try:
             await asyncio.get_running_loop().run_in_executor(self._executor, work)
-            self._on_placed(lease)
+            if _live(lease):
+                self._on_placed(lease)
         except Exception as error:
             self._failed(lease, error)
         finally:

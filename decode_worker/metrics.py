@@ -36,6 +36,9 @@ class DecodeMetrics:
         self.checksum_failures = Counter(
             f"{PREFIX}_checksum_failures", "Leases whose bytes were not what their writer sent", registry=registry
         )
+        self.relayed_bytes = Counter(
+            f"{PREFIX}_relayed_bytes", "kv_path relay: bytes copied from host memory to the device", registry=registry
+        )
         self.step_seconds = Histogram(
             f"{PREFIX}_step_seconds", "One engine step with sampling", registry=registry, buckets=_SECONDS
         )

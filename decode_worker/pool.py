@@ -5,10 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
 from decode_worker.blocks import BlockPool
+from decode_worker.mirror import Mirror
 from decode_worker.npu.base import Buffer, DmaMapping, NpuDevice
 from decode_worker.staging import StagingArea
 from transport.errors import ConfigurationError
@@ -16,7 +18,10 @@ from transport.geometry import KVGeometry
 from transport.geometry.floats import SourceDtype
 from transport.geometry.kv import TILE
 from transport.geometry.staging import contiguous_bytes, linear_bytes, linear_row_bytes
-from transport.messages import Endpoint, KVPath, ModelInfo, PoolDescription, Region
+from transport.messages import Endpoint, ModelInfo, PoolDescription, Region
+
+PoolPath = Literal["hawk", "relay", "host", "contiguous"]
+"""How KV gets into the pool. A writer cannot tell `relay` from `hawk`: the same plan, the same offsets."""
 
 HandedOut = tuple[Region, int, int]
 """(region, fd, page-aligned byte offset of the region in it): what the data plane's receiver gives to writers."""
@@ -29,7 +34,8 @@ STAGING_SLOT_BYTES = 4 * 1024 * 1024
 class KVPool:
     """One K and one V tensor per layer, interleaved over the device's banks.
 
-    `bases[t]` is tensor t's address in every bank of the device. For kv_path `host` (a region of host memory)
+    `bases[t]` is tensor t's address in every bank of the device. With kv_path `relay` writers get a `mirror` of the
+    pool in host memory, out of which what has landed is copied to the device. With `host` (a region of host memory)
     and `contiguous` (one in a single bank), writers reach only the staging region of `staging_size` bytes: with
     `host`, `slots` slots of at most `slot_bytes` for each lease. `checksum`: writers announce digests.
     Raises OutOfDeviceMemory where the tensors do not fit, ConfigurationError where the device and the
@@ -41,7 +47,7 @@ class KVPool:
         device: NpuDevice,
         geometry: KVGeometry,
         *,
-        kv_path: KVPath = "hawk",
+        kv_path: PoolPath = "hawk",
         staging_size: int = 0,
         source_dtype: SourceDtype = "bfloat16",
         slots: int = STAGING_SLOTS,
@@ -69,11 +75,15 @@ class KVPool:
             if kv_path == "hawk":  # a device that peers cannot reach has other paths, but not this call
                 mappings += self._map(buffer)
         self.bases = tuple(device.get_buffer_address_bank(buffer, 0) for buffer in self._buffers)
-        self._channels = _regions(mappings, geometry.num_channels) if mappings else []
-        self._start = self._channels[0][2] if mappings else 0
+        self.mirror = Mirror(geometry, self.bases) if kv_path == "relay" else None
+        if self.mirror is not None:
+            self._channels, self._start = self.mirror.handed_out(), self.mirror.start
+        else:
+            self._channels = _regions(mappings, geometry.num_channels) if mappings else []
+            self._start = self._channels[0][2] if mappings else 0
         self._staging: HandedOut | None = None
         self._own_fd: int | None = None
-        if kv_path != "hawk":
+        if kv_path in ("host", "contiguous"):
             self._make_staging(staging_size)
 
     def handed_out(self) -> list[HandedOut]:
@@ -84,7 +94,7 @@ class KVPool:
         return PoolDescription(
             worker=worker,
             generation=generation,
-            kv_path=self.kv_path,
+            kv_path="hawk" if self.kv_path == "relay" else self.kv_path,
             geometry=self.geometry,
             bases=tuple(base - self._start for base in self.bases),
             channels=tuple(region for region, _, _ in self._channels),
@@ -110,6 +120,8 @@ class KVPool:
         for buffer in self._buffers:
             self.device.free(buffer)
         self._buffers, self._mapped = [], []
+        if self.mirror is not None:
+            self.mirror.close()
         if self._own_fd is not None:
             os.close(self._own_fd)
             self._own_fd = None

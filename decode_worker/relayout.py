@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,12 +70,14 @@ class Relayout:
             pool.device.write(run.region, run.remote_offset, data)
 
     def check(self, target: Target, pieces: Sequence[Piece]) -> None:
-        """kv_path hawk and contiguous: raises ChecksumMismatch unless the lease's pieces lie where they were sent to.
+        """kv_path hawk, relay and contiguous: raises ChecksumMismatch unless the lease's pieces lie where they were
+        sent to.
 
-        The device's barrier comes first: what is looked at is what its cores will see.
+        The device's barrier comes first, where it is the device's memory: what is looked at is what its cores will see.
         """
         geometry = self._pool.geometry
-        self._pool.device.barrier()
+        if self._pool.mirror is None:
+            self._pool.device.barrier()
         for piece in pieces:
             span, tensors = (piece.start, piece.stop), _tensors(piece)
             if target.staging is None:
@@ -97,6 +99,17 @@ class Relayout:
             span = (target.prompt_tokens, target.resident_tokens)
             scatter(channels, pool.bases, pool.geometry, target.blocks, landed, *span)
 
+    def relay(self, target: Target, go_on: Callable[[], bool]) -> int:
+        """kv_path relay: copy the whole lease from host memory into the same bytes of the device → bytes copied.
+
+        Ends early once `go_on` says no.
+        """
+        mirror = self._pool.mirror
+        assert mirror is not None
+        return mirror.copy_to(
+            self._pool.device, target.blocks, target.resident_tokens, target.prompt_tokens, go_on=go_on
+        )
+
     def _slot(self, target: Target, number: int, piece: Piece) -> Run:
         assert target.staging is not None
         tensors = piece.last_tensor + 1 - piece.first_tensor
@@ -115,9 +128,11 @@ class Relayout:
                 )
 
     def _read(self, region: int, offset: int, length: int) -> np.ndarray:
-        staging = self._pool.staging_memory
+        staging, mirror = self._pool.staging_memory, self._pool.mirror
         if staging is not None:
             return staging[offset : offset + length]
+        if mirror is not None:
+            return mirror.channels[region][offset - mirror.start : offset - mirror.start + length]
         channels = self._pool.device.host_channels()
         if channels is not None:
             return channels[region][offset : offset + length]

@@ -10,10 +10,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from decode_worker.npu.emulated import P150A_BANK_BYTES, P150A_BANKS
-from decode_worker.pool import STAGING_SLOT_BYTES, STAGING_SLOTS
+from decode_worker.pool import STAGING_SLOT_BYTES, STAGING_SLOTS, PoolPath
 from transport.geometry import KVGeometry
 from transport.geometry.kv import TILE
-from transport.messages import KVPath, Name
+from transport.messages import Name
 from transport.model import kv_shape
 from transport.settings import BaseRoleSettings, Bytes, Seconds
 
@@ -45,7 +45,11 @@ class DecodeSettings(BaseRoleSettings):
     num_blocks: Count | None = Field(None, description="KV blocks in the pool (default: what kv_bytes hold)")
     kv_bytes: Bytes = Field(512 * 1024 * 1024, description="bytes of the pool where num_blocks does not say")
 
-    kv_path: KVPath = Field("hawk", description="hawk: written in place; host, contiguous: staged and re-laid-out")
+    kv_path: PoolPath = Field(
+        "hawk",
+        description="hawk: written in place; relay: into host memory of the same layout, and copied from there; "
+        "host, contiguous: staged and re-laid-out",
+    )
     staging_bytes: Bytes = Field(256 * 1024 * 1024, description="receive buffer of kv_path host and contiguous")
     staging_slots: Count = Field(STAGING_SLOTS, description="kv_path host: slots of a lease in it, filled in turn")
     staging_slot_bytes: Bytes = Field(

@@ -85,8 +85,9 @@ def estimate(member: Member) -> int:
     if member.role == "prefill":
         return int(size + settings.kv_cache_gib * GIB)
     geometry = settings.geometry()
-    size += geometry.num_blocks * geometry.block_bytes
-    return int(size + (0 if settings.kv_path == "hawk" else settings.staging_bytes))
+    pool = geometry.num_blocks * geometry.block_bytes
+    beside = {"hawk": 0, "relay": pool}  # the relay's host memory mirrors the pool
+    return int(size + pool + beside.get(settings.kv_path, settings.staging_bytes))
 
 
 def _weights(model: Path) -> int:

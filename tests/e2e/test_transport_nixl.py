@@ -11,7 +11,7 @@ from .topology import Deployment
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("kv_path", ["hawk", "host"])
+@pytest.mark.parametrize("kv_path", ["hawk", "relay", "host"])
 async def test_nixl_gives_the_same_text(deployment: Deployment, answers: list[Answer], kv_path: str) -> None:
     """Written into the channels, or staged; compared by checksum before it is decoded."""
     some = [a for a in answers if len(a.prompt_ids) in (1, 32, 33, 129, 192, 321, 513)]

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from decode_worker.npu.emulated import EmulatedNpu
-from decode_worker.pool import KVPool
+from decode_worker.pool import KVPool, PoolPath
 from decode_worker.relayout import Relayout, Target
 from decode_worker.staging import Slots
 from transport.backends.base import Piece
@@ -32,7 +32,6 @@ from transport.messages import (
     Endpoint,
     Failed,
     Hello,
-    KVPath,
     Lease,
     Message,
     OpenPool,
@@ -144,7 +143,8 @@ async def eventually(check: Any, timeout_s: float = 10, every_s: float = 0.02) -
 class Decode:
     """A decode worker's pool on an emulated NPU, and its data plane; it acknowledges what lands unless told not to.
 
-    kv_path host: pieces are moved into the blocks as they are announced; contiguous: all that landed, by `read`.
+    kv_path host: pieces are moved into the blocks as they are announced; relay and contiguous: all that landed, by
+    `read`.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Decode:
         model: Path,
         directory: Path,
         *,
-        kv_path: KVPath = "hawk",
+        kv_path: PoolPath = "hawk",
         source_dtype: SourceDtype | None = None,
         checksum: bool = False,
         **geometry: Any,
@@ -221,6 +221,8 @@ class Decode:
         """K and V of the prompt, float32 [L, T, H, D], as a decode engine would see them."""
         if self.pool.kv_path == "contiguous":
             self.relayout.scatter(self.targets[lease.id])
+        if self.pool.kv_path == "relay":
+            self.relayout.relay(self.targets[lease.id], lambda: True)
         channels = self.device.host_channels()
         assert channels is not None
         return read_kv(channels, self.pool.bases, self.geometry, lease.block_ids, lease.prompt_tokens)

@@ -10,8 +10,9 @@ import pytest
 from prefill_peers import POISON, Decode, Router, Worker, decode_of, tokens_of
 from tokenizers import Tokenizer
 
+from decode_worker.pool import PoolPath
 from transport.geometry.floats import SourceDtype, to_float32
-from transport.messages import KVPath, Lease
+from transport.messages import Lease
 
 pytestmark = pytest.mark.e2e
 
@@ -164,7 +165,7 @@ async def test_resident_tokens_are_not_written(
                 assert (values[:, :resident] == poison).all()
 
 
-@pytest.mark.parametrize("kv_path", ["hawk", "host", "contiguous"])
+@pytest.mark.parametrize("kv_path", ["hawk", "relay", "host", "contiguous"])
 @pytest.mark.parametrize(("channels", "block_size", "checksum"), [(8, 32, False), (7, 64, True)])
 async def test_every_kv_path_and_odd_channels(
     worker: Worker,
@@ -172,7 +173,7 @@ async def test_every_kv_path_and_odd_channels(
     model: Path,
     tmp_path: Path,
     dtype: SourceDtype,
-    kv_path: KVPath,
+    kv_path: PoolPath,
     channels: int,
     block_size: int,
     checksum: bool,

@@ -200,6 +200,7 @@ class Bench:
         staging_size: int = 1 << 20,
         slot_bytes: int = 1 << 16,
         checksum: bool = False,
+        relayout_threads: int = 1,
         device: EmulatedNpu | None = None,
         model: ModelInfo = MODEL,
         make_receiver: Callable[[KVPool, ReceiverEvents], Receiver] | None = None,
@@ -237,6 +238,7 @@ class Bench:
             limits=WorkerLimits(
                 max_batch=max_batch,
                 status_interval_s=0.001,
+                relayout_threads=relayout_threads,
                 leases=limits or LeaseLimits(ttl_s=30, max_hold_s=100, watermark=0),
             ),
         )

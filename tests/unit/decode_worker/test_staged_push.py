@@ -167,7 +167,15 @@ async def rig_of(plane: MakeReceiver, **options: Any) -> AsyncIterator[Rig]:
             await asyncio.to_thread(rig.pools.close)
 
 
-PATHS = [("hawk", True), ("host", False), ("host", True), ("contiguous", False), ("contiguous", True)]
+PATHS = [
+    ("hawk", True),
+    ("relay", False),
+    ("relay", True),
+    ("host", False),
+    ("host", True),
+    ("contiguous", False),
+    ("contiguous", True),
+]
 
 
 @pytest.mark.parametrize(("kv_path", "checksum"), PATHS)
@@ -379,7 +387,7 @@ async def test_case_33_pages_are_read_from_when_they_are_handed_over_until_they_
 # ---- checksums
 
 
-@pytest.mark.parametrize("kv_path", ["hawk", "contiguous"])
+@pytest.mark.parametrize("kv_path", ["hawk", "relay", "contiguous"])
 async def test_case_35_a_byte_that_changed_before_landing_is_caught_before_the_first_token(
     plane: MakeReceiver, monkeypatch: pytest.MonkeyPatch, kv_path: str
 ) -> None:
@@ -390,10 +398,12 @@ async def test_case_35_a_byte_that_changed_before_landing_is_caught_before_the_f
 
         def flip_and_land(lease_id: str) -> None:
             monkeypatch.setattr(worker, "landed", landed)
-            if kv_path == "hawk":
+            if kv_path in ("hawk", "relay"):
                 block = worker.leases.get(lease_id).blocks[3]
                 channel, offset = rig.bench.geometry.locate(rig.bench.geometry.page_index(block, 0, 0, 0))
-                rig.bench.device.host_channels()[channel][rig.bench.pool.bases[1] + offset + 5] ^= 1
+                mirror = rig.bench.pool.mirror
+                channels = mirror.channels if mirror is not None else rig.bench.device.host_channels()
+                channels[channel][rig.bench.pool.bases[1] + offset + 5] ^= 1
             else:
                 rig.bench.pool.staging_memory[ROW + 5] ^= 1
             landed(lease_id)
@@ -405,7 +415,7 @@ async def test_case_35_a_byte_that_changed_before_landing_is_caught_before_the_f
         assert await router.ended("bad") == "checksum_mismatch"
         (failed,) = router.of(Failed, "bad")
         assert failed.error.error().retryable
-        where = "channel" if kv_path == "hawk" else "staging memory"
+        where = "staging memory" if kv_path == "contiguous" else "channel"
         assert f"lease {lease.id}: {where}" in failed.error.message
         assert "tokens [0, 300)" in failed.error.message
         assert router.tokens("bad") == []

@@ -204,6 +204,8 @@ def test_the_estimate_counts_weights_and_kv(model: Path) -> None:
     block = small["decode-0"].settings.geometry().block_bytes
     assert checks.estimate(large["decode-0"]) - checks.estimate(small["decode-0"]) == 1000 * block
     assert checks.estimate(large["prefill-0"]) - checks.estimate(small["prefill-0"]) == 2 * GIB
+    relay = by_name(planned(model, env={"HAWK_DECODE_NUM_BLOCKS": "1001", "HAWK_DECODE_KV_PATH": "relay"}))
+    assert checks.estimate(relay["decode-0"]) - checks.estimate(large["decode-0"]) == 1001 * block
 
 
 def test_a_missing_module_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ class Decode:
 
 
 async def decode_node(channel: Channel, control: Channel) -> None:
-    for kv_path in ("hawk", "host", "contiguous"):
+    for kv_path in ("hawk", "relay", "host", "contiguous"):
         decode = Decode(f"d-{kv_path}", kv_path)
         await decode.worker.start()
         running = asyncio.create_task(decode.worker.run())
@@ -183,7 +183,9 @@ async def case_35_a_flipped_byte_is_caught(decode: Decode, channel: Channel) -> 
             decode.pool.staging_memory[lease.staging_offset] ^= 1
         else:
             run = plan(GEOMETRY, decode.pool.bases, lease.block_ids, 0, PROMPT)[-1]
-            decode.memory[run.region][run.remote_offset] ^= 1
+            mirror = decode.pool.mirror
+            landed, start = (decode.memory, 0) if mirror is None else (mirror.channels, mirror.start)
+            landed[run.region][run.remote_offset - start] ^= 1
         setattr(events, name, real)
         real(lease_id, *rest)
 
