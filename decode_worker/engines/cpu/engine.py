@@ -13,9 +13,10 @@ import numba
 import numpy as np
 
 from decode_worker.engines.base import DecodeBatch
-from decode_worker.engines.cpu.checkpoint import ModelConfig, load_weights, read_config
+from decode_worker.engines.checkpoint import ModelConfig, read_config
 from decode_worker.engines.cpu.step import Activations, Pool, Rows, Work, step
 from decode_worker.engines.cpu.tiles import KIND
+from decode_worker.engines.cpu.weights import load_weights
 from decode_worker.npu.base import NpuDevice
 from transport.errors import ConfigurationError
 from transport.geometry import TILE, KVGeometry

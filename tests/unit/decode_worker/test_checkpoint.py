@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from engine_models import save_tiny_llama
 
-from decode_worker.engines.cpu.checkpoint import load_weights, read_config
+from decode_worker.engines.checkpoint import read_config
+from decode_worker.engines.cpu.weights import load_weights
 from transport.errors import ConfigurationError
 
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from decode_worker.engines.cpu.step import Weights
 from transport.errors import ConfigurationError
 
-#: model_type in config.json → architecture whose weights and layers this engine knows
+#: model_type in config.json → architecture whose weights and layers the engines know
 _SUPPORTED = {"llama": "LlamaForCausalLM"}
 
 _STORED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
@@ -22,7 +21,7 @@ _STORED = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the engine needs to know of config.json."""
+    """What an engine needs to know of config.json."""
 
     num_layers: int
     hidden_size: int
@@ -109,10 +108,11 @@ def _inverse_frequencies(raw: dict[str, Any], head_dim: int) -> np.ndarray:
     return np.where((wavelength <= context / low) & (wavelength >= context / high), blended, scaled).astype(np.float32)
 
 
-class _Tensors:
+class Checkpoint:
     """Tensors of one or several safetensors files by name, memory-mapped.
 
-    Format: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, data.
+    Format: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, data. Raises ConfigurationError for a
+    file that cannot be read, and for a tensor that is missing or has another shape or dtype than expected.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -152,58 +152,3 @@ class _Tensors:
             out[...] = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
         else:
             out[...] = stored
-
-
-def load_weights(model_dir: Path, config: ModelConfig, dtype: str) -> Weights:
-    """Raises ConfigurationError where a tensor is missing or has another shape or dtype than config.json says."""
-    tensors = _Tensors(model_dir)
-    layers, hidden, inner = config.num_layers, config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    matrix = np.dtype(np.uint16 if dtype == "bfloat16" else np.float32)
-
-    def stacked(suffixes: dict[str, int], columns: int | None, present: bool = True) -> np.ndarray:
-        """[L, Σ rows, columns] of the layers' tensors, one below the other; vectors where columns is None."""
-        rows = sum(suffixes.values())
-        shape, kind = ((rows,), np.dtype(np.float32)) if columns is None else ((rows, columns), matrix)
-        out = np.empty((layers if present else 0, *shape), kind)
-        for layer in range(len(out)):
-            at = 0
-            for suffix, count in suffixes.items():
-                tensors.read_into(out[layer, at : at + count], f"model.layers.{layer}.{suffix}")
-                at += count
-        return out
-
-    def single(name: str, *shape: int, kind: np.dtype[Any]) -> np.ndarray:
-        out = np.empty(shape, kind)
-        tensors.read_into(out, name)
-        return out
-
-    def projection(rows: dict[str, int], columns: int, bias: bool) -> tuple[np.ndarray, np.ndarray]:
-        return (
-            stacked({f"{name}.weight": count for name, count in rows.items()}, columns),
-            stacked({f"{name}.bias": count for name, count in rows.items()}, None, bias),
-        )
-
-    qkv, qkv_bias = projection(
-        {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}, hidden, config.attention_bias
-    )
-    o, o_bias = projection({"self_attn.o_proj": hidden}, queries, config.attention_bias)
-    gate_up, gate_up_bias = projection({"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, config.mlp_bias)
-    down, down_bias = projection({"mlp.down_proj": hidden}, inner, config.mlp_bias)
-    embed = single("model.embed_tokens.weight", config.vocab_size, hidden, kind=matrix)
-    head = embed if config.tied_embeddings else single("lm_head.weight", config.vocab_size, hidden, kind=matrix)
-    return Weights(
-        embed=embed,
-        attn_norm=stacked({"input_layernorm.weight": hidden}, None),
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        o=o,
-        o_bias=o_bias,
-        mlp_norm=stacked({"post_attention_layernorm.weight": hidden}, None),
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=down,
-        down_bias=down_bias,
-        norm=single("model.norm.weight", hidden, kind=np.dtype(np.float32)),
-        lm_head=head[np.newaxis],
-    )
