@@ -13,7 +13,7 @@ import pytest
 from . import junit, machine, quick_pytest
 from .in_guest import FILES, SELECT
 
-pytestmark = [pytest.mark.vm, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(1000)]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def outcome(vm_host: None, request: pytest.FixtureRequest, tmp_path_factory: pyt
     args = ["-v", "-k", SELECT, f"--junitxml={out / 'junit.xml'}", *files]
     quick_pytest.warm_up(args)
     spec = machine.Spec(
-        quick_pytest.command(args), out, limit_s=600, memory_mb=2048, environment=quick_pytest.environment()
+        quick_pytest.command(args), out, limit_s=900, memory_mb=2048, environment=quick_pytest.environment()
     )
     [guest] = machine.run([spec], ["guest| "], sys.stdout)
     report = out / "junit.xml"

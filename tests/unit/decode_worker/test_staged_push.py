@@ -255,7 +255,9 @@ async def test_a_writer_is_never_more_than_its_slots_ahead(
         await rig.assert_all_back()
 
 
-async def test_a_slow_decode_worker_costs_a_push_one_ttl(plane: MakeReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_case_22_a_slow_decode_worker_costs_a_push_one_ttl_and_both_are_told(
+    plane: MakeReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with rig_of(plane, kv_path="host", slot_bytes=ROW) as rig:
         rig.hold_pieces(monkeypatch)
         router = await rig.bench.router()
@@ -312,7 +314,7 @@ async def test_a_push_that_ends_in_the_middle_gives_every_slot_and_block_back(
         assert not rig.entered.acquire(blocking=False)  # the other pieces were let lie
 
 
-async def test_a_lease_that_expires_in_the_middle_gives_every_slot_and_block_back(
+async def test_case_22_a_lease_that_expires_in_the_middle_gives_every_slot_and_block_back(
     plane: MakeReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with rig_of(plane, kv_path="host", slot_bytes=ROW) as rig:
