@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from decode_worker.engines.base import Scores
 from transport.messages import Logprob, Sampling
 
 GREEDY_BELOW = 1e-5
@@ -48,6 +49,18 @@ class SamplingParams:
         return cls(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, seed, sampling.logprobs)
 
 
+def choose(
+    scores: Scores, rows: Sequence[SamplingParams], positions: npt.NDArray[np.int32]
+) -> tuple[list[int], list[Logprob | None]]:
+    """`sample` for a step's result: where every row can do with the most likely tokens, no more leaves the device."""
+    count = max(map(_needed, rows))
+    if 0 < count <= scores.max_top and all(map(_needed, rows)):
+        tokens = _sample_top(*scores.top(count), rows, positions)
+        if tokens is not None:
+            return tokens, [None] * len(rows)
+    return sample(scores.logits(), rows, positions)
+
+
 def sample(
     logits: Floats, rows: Sequence[SamplingParams], positions: npt.NDArray[np.int32]
 ) -> tuple[list[int], list[Logprob | None]]:
@@ -68,6 +81,35 @@ def sample(
         if row.logprobs is not None:
             logprobs[i] = _logprob(logits[i], tokens[i], row.logprobs)
     return tokens, logprobs
+
+
+def _needed(row: SamplingParams) -> int:
+    """How many of the most likely tokens decide this row's next one; 0 for all. One more than top_k shows ties."""
+    if row.logprobs is not None:
+        return 0
+    if row.greedy:
+        return 1
+    return row.top_k + 1 if row.top_k > 0 else 0
+
+
+def _sample_top(
+    ids: npt.NDArray[np.int32], values: Floats, rows: Sequence[SamplingParams], positions: npt.NDArray[np.int32]
+) -> list[int] | None:
+    """`sample` from the most likely tokens, best first; None if a token behind them ties with a row's last."""
+    tokens: list[int] = []
+    for i, row in enumerate(rows):
+        best = float(values[i, 0])
+        if not math.isfinite(best):
+            tokens.append(NO_TOKEN)
+        elif row.greedy:
+            tokens.append(int(ids[i, 0]))
+        else:
+            if values[i, row.top_k] == values[i, row.top_k - 1]:
+                return None
+            order = np.argsort(ids[i, : row.top_k])  # the order in which `sample` adds probabilities up
+            drawn = _draw(values[i, order], best, row, int(positions[i]))
+            tokens.append(int(ids[i, order[drawn]]))
+    return tokens
 
 
 def uniform(seed: int, position: int) -> float:

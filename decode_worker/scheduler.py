@@ -12,7 +12,7 @@ from decode_worker.batch import Batch, Row
 from decode_worker.engines.base import DecodeBatch, Engine
 from decode_worker.lease import LeaseRecord, LeaseState, Owner
 from decode_worker.leases import LeaseTable
-from decode_worker.sampler import NO_TOKEN, SamplingParams, sample
+from decode_worker.sampler import NO_TOKEN, SamplingParams, choose
 from transport import prefix
 from transport.errors import EngineFailed
 from transport.messages import Decode, FinishReason, Logprob, TokenItem
@@ -150,7 +150,7 @@ class Scheduler:
     # ---- the step
 
     def _step(self, arrays: DecodeBatch, params: list[SamplingParams]) -> tuple[list[int], list[Logprob | None]]:
-        return sample(self._engine.step(arrays), params, arrays.positions)
+        return choose(self._engine.step(arrays), params, arrays.positions)
 
     def _apply(self, tokens: list[int], logprobs: list[Logprob | None]) -> None:
         """Take in a step's tokens: hash full blocks, finish what is finished, tell the owners."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from decode_worker.engines.base import DecodeBatch
+from decode_worker.engines.base import DecodeBatch, HostScores
 from transport.geometry import KVGeometry
 from transport.geometry.kv import FACE, TILE
 
@@ -39,7 +39,7 @@ class ScriptedEngine:
         self.poison: set[int] = set()
         self._channels, self._base = channels, bases[0]
 
-    def step(self, batch: DecodeBatch) -> np.ndarray:
+    def step(self, batch: DecodeBatch) -> HostScores:
         if self.gate is not None:
             self.gate.acquire()
         if self.fail is not None:
@@ -53,7 +53,7 @@ class ScriptedEngine:
             logits[i, next_token(self.rows(table, position + 1), self.vocab_size)] = 1.0
             if token in self.poison:
                 logits[i] = np.nan
-        return logits
+        return HostScores(logits)
 
     def close(self) -> None: ...
 

@@ -91,7 +91,8 @@ class Ours:
         for step in range(steps):
             start = time.perf_counter()
             positions = np.full(batch, self._context + step, np.int32)
-            tokens = self._engine.step(DecodeBatch(tokens, positions, blocks)).argmax(axis=1).astype(np.int32)
+            scores = self._engine.step(DecodeBatch(tokens, positions, blocks))
+            tokens = scores.logits().argmax(axis=1).astype(np.int32)
             out.append({"hawk": time.perf_counter() - start})
         return out
 

@@ -12,7 +12,7 @@ from typing import Literal
 import numba
 import numpy as np
 
-from decode_worker.engines.base import DecodeBatch
+from decode_worker.engines.base import DecodeBatch, HostScores, check_batch
 from decode_worker.engines.checkpoint import ModelConfig, read_config
 from decode_worker.engines.cpu.step import Activations, Pool, Rows, Work, step
 from decode_worker.engines.cpu.tiles import KIND
@@ -75,9 +75,9 @@ class CpuEngine:
     def vocab_size(self) -> int:
         return self._config.vocab_size
 
-    def step(self, batch: DecodeBatch) -> np.ndarray:
+    def step(self, batch: DecodeBatch) -> HostScores:
         """See `Engine.step`. Raises ValueError for a token, position or block that is out of range."""
-        self._check(batch)
+        check_batch(batch, self._config.vocab_size, self._geometry)
         arguments = self._arguments(batch)
         if self._others is None:
             step(*arguments[0])
@@ -86,8 +86,7 @@ class CpuEngine:
             step(*arguments[0])
             for other in others:
                 other.result()
-        logits: np.ndarray = arguments[0][7]
-        return logits
+        return HostScores(arguments[0][7])
 
     def close(self) -> None:
         if self._others is not None:
@@ -144,24 +143,6 @@ class CpuEngine:
                  np.float32(config.head_dim**-0.5), logits, thread, self._threads)
             )  # fmt: skip
         return out
-
-    def _check(self, batch: DecodeBatch) -> None:
-        """The kernels trust their input: nothing may reach them that points outside the pool or the model."""
-        rows = len(batch.tokens)
-        if rows == 0 or batch.positions.shape != (rows,) or batch.block_tables.shape[:1] != (rows,):
-            raise ValueError(
-                f"tokens {batch.tokens.shape}, positions {batch.positions.shape} and block tables "
-                f"{batch.block_tables.shape} must have the same number of rows, at least one"
-            )
-        limits = (
-            ("token", batch.tokens, self._config.vocab_size),
-            ("position", batch.positions, batch.block_tables.shape[1] * self._geometry.block_size),
-            ("block", batch.block_tables, self._geometry.num_blocks),
-        )
-        for name, values, stop in limits:
-            low, high = int(values.min()), int(values.max())
-            if low < 0 or high >= stop:
-                raise ValueError(f"{name} must lie in 0…{stop - 1}, got {low if low < 0 else high}")
 
 
 def _check_geometry(config: ModelConfig, geometry: KVGeometry) -> None:

@@ -12,6 +12,9 @@ from typing import Generic
 from decode_worker.engines.checkpoint import ModelConfig
 from decode_worker.engines.ttnn.ops import Ops, T
 
+NEVER = -1e30
+"""A logit that no token of the vocabulary has, as bfloat16 can hold it."""
+
 
 @dataclass(slots=True)
 class LayerWeights(Generic[T]):
@@ -44,6 +47,8 @@ class ModelWeights(Generic[T]):
     norm: T
     lm_head: T
     """[hidden, vocabulary/n], the vocabulary padded to whole tiles on each chip."""
+    lm_head_bias: T | None
+    """[vocabulary/n]: 0, and `NEVER` where there is only padding; None without padding."""
 
 
 def decode_step(ops: Ops[T], config: ModelConfig, weights: ModelWeights[T]) -> T:
@@ -61,4 +66,4 @@ def decode_step(ops: Ops[T], config: ModelConfig, weights: ModelWeights[T]) -> T
         normed = ops.rms_norm(x, w.mlp_norm, config.rms_norm_eps)
         gated = ops.silu_mul(ops.linear(normed, w.gate, w.gate_bias), ops.linear(normed, w.up, w.up_bias))
         x = ops.add(x, ops.all_reduce(ops.linear(gated, w.down, w.down_bias)))
-    return ops.linear(ops.rms_norm(x, weights.norm, config.rms_norm_eps), weights.lm_head)
+    return ops.linear(ops.rms_norm(x, weights.norm, config.rms_norm_eps), weights.lm_head, weights.lm_head_bias)

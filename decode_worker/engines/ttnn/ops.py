@@ -102,12 +102,15 @@ class Ops(Protocol[T]):
         [B, k] and their values float32 [B, k]."""
 
     def run(self, compute: Step[T]) -> T:
-        """The result of `compute` for the step taken in by `begin`; a backend may record the first call and replay it."""
+        """`compute`'s result for the step that `begin` took in; a backend may record the first call and replay it."""
 
     def close(self) -> None: ...
 
 
-class Step(Protocol[T]):
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Step(Protocol[T_co]):
     """The graph of one step: the same operations each time."""
 
-    def __call__(self) -> T: ...
+    def __call__(self) -> T_co: ...

@@ -64,7 +64,7 @@ def test_logits_of_a_real_model(
         rows = [0, 1] if step >= lag else [0]
         positions = np.array([step, step - lag][: len(rows)], np.int32)
         given = np.array([tokens[r, p] for r, p in zip(rows, positions, strict=True)], np.int32)
-        actual = engine.step(DecodeBatch(given, positions, blocks[rows]))
+        actual = engine.step(DecodeBatch(given, positions, blocks[rows])).logits()
         for row, position, values in zip(rows, positions, actual, strict=True):
             wanted = logits[row, position]
             worst = max(worst, float(np.abs(values - wanted).max() / np.abs(wanted).max()))

@@ -47,7 +47,7 @@ def run(engine: CpuEngine, sequences: list[np.ndarray], starts: list[int], seed:
             continue
         positions = np.array([step - starts[r] for r in rows], np.int32)
         tokens = np.array([sequences[r][p] for r, p in zip(rows, positions, strict=True)], np.int32)
-        logits = engine.step(DecodeBatch(tokens, positions, tables[rows]))
+        logits = engine.step(DecodeBatch(tokens, positions, tables[rows])).logits()
         assert logits.shape == (len(rows), engine.vocab_size)
         assert logits.dtype == np.float32
         for row, values in zip(rows, logits, strict=True):
