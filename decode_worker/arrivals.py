@@ -175,7 +175,7 @@ class Arrivals:
             self._leases.corrupt(lease, error)
         elif _live(lease):
             log.exception("KV of lease %s could not be put into its blocks", lease.id, exc_info=error)
-            self._leases.fail(lease, HawkError(f"re-layout of staged KV failed: {error}"))
+            self._leases.fail(lease, HawkError(f"KV that had landed could not be moved into its blocks: {error}"))
 
 
 def _live(lease: LeaseRecord) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -67,20 +66,18 @@ class KVPool:
         self._slot_bytes = self._whole_rows(slot_bytes) if kv_path == "host" else 0
         self._buffers: list[Buffer] = []
         self._mapped: list[Buffer] = []
-        mappings: list[DmaMapping] = []
         shape = (geometry.num_blocks, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
         for _ in range(geometry.num_tensors):
-            buffer = device.allocate_tensor(shape, geometry.dtype)
-            self._buffers.append(buffer)
-            if kv_path == "hawk":  # a device that peers cannot reach has other paths, but not this call
-                mappings += self._map(buffer)
+            self._buffers.append(device.allocate_tensor(shape, geometry.dtype))
         self.bases = tuple(device.get_buffer_address_bank(buffer, 0) for buffer in self._buffers)
         self.mirror = Mirror(geometry, self.bases) if kv_path == "relay" else None
+        self._start = min(self.bases) // mmap.PAGESIZE * mmap.PAGESIZE if kv_path in ("hawk", "relay") else 0
+        """The address that byte 0 of each channel region stands for; a region starts on a page, as a mapping must."""
+        self._channels: list[HandedOut] = []
         if self.mirror is not None:
-            self._channels, self._start = self.mirror.handed_out(), self.mirror.start
-        else:
-            self._channels = _regions(mappings, geometry.num_channels) if mappings else []
-            self._start = self._channels[0][2] if mappings else 0
+            self._channels = self.mirror.handed_out()
+        elif kv_path == "hawk":  # a device that peers cannot reach has other paths, but not this call
+            self._channels = self._map_channels()
         self._staging: HandedOut | None = None
         self._own_fd: int | None = None
         if kv_path in ("host", "contiguous"):
@@ -131,6 +128,24 @@ class KVPool:
         self._mapped.append(buffer)
         return mappings
 
+    def _map_channels(self) -> list[HandedOut]:
+        """One region per bank that spans all tensors' shares."""
+        lengths: dict[int, int] = {}
+        origins: dict[int, tuple[int, int]] = {}
+        for buffer, base in zip(list(self._buffers), self.bases, strict=True):
+            for mapping in self._map(buffer):
+                origin = (mapping.fd, mapping.offset - (base - self._start))
+                if origins.setdefault(mapping.bank, origin) != origin:
+                    raise ConfigurationError(
+                        f"{self.device.name} shows bank {mapping.bank} in several pieces, and the pool lies in more "
+                        "than one of them: lower num_blocks or kv_bytes, or use --kv-path relay"
+                    )
+                lengths[mapping.bank] = max(lengths.get(mapping.bank, 0), base - self._start + mapping.length)
+        return [
+            (Region(address=offset, rkey=0, length=lengths[bank]), fd, offset)
+            for bank, (fd, offset) in sorted(origins.items())
+        ]
+
     def _whole_rows(self, slot_bytes: int) -> int:
         """The most of `slot_bytes` that pieces can fill."""
         row = linear_row_bytes(self.geometry, self.source_dtype)
@@ -165,14 +180,3 @@ class KVPool:
             self.staging_memory = channels[mapping.bank][start : start + size]
             self._staging = (Region(address=start, rkey=0, length=size), mapping.fd, start)
         self.staging = StagingArea(size)
-
-
-def _regions(mappings: Sequence[DmaMapping], num_banks: int) -> list[HandedOut]:
-    """One region per bank that spans all tensors' shares; starts on a page, as a mapping must."""
-    out: list[HandedOut] = []
-    for bank in range(num_banks):
-        shares = [m for m in mappings if m.bank == bank]
-        start = min(m.offset for m in shares) // mmap.PAGESIZE * mmap.PAGESIZE
-        stop = max(m.offset + m.length for m in shares)
-        out.append((Region(address=start, rkey=0, length=stop - start), shares[0].fd, start))
-    return out

@@ -17,6 +17,10 @@ class OutOfDeviceMemory(MemoryError):
     """No bank range of the asked-for size is free in the banks that need it."""
 
 
+class NpuMemoryError(RuntimeError):
+    """Device memory could not be read or written."""
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Device memory as the allocator gives it: `num_pages` pages dealt round-robin over the banks.
@@ -64,13 +68,17 @@ def tiles_of(shape: TensorShape, dtype: KVDtype) -> tuple[int, int]:
 
 
 class NpuDevice(Protocol):
-    """One NPU. Raises OutOfDeviceMemory where memory does not suffice, ValueError on a bad argument."""
+    """One NPU. Raises OutOfDeviceMemory where memory does not suffice, ValueError on a bad argument, NpuMemoryError
+    where the device does not answer."""
 
     name: str
 
     # ---- HAWK's five calls
     def map_buffer_dma(self, buffer: Buffer) -> list[DmaMapping]:
-        """Make the buffer reachable for one-sided writes, one mapping per bank it occupies."""
+        """Make the buffer reachable for one-sided writes, one mapping per bank it occupies.
+
+        Raises ConfigurationError, with what to do, where the device cannot.
+        """
 
     def unmap_buffer_dma(self, buffer: Buffer) -> None: ...
 

@@ -26,6 +26,16 @@ class Unreachable(EmulatedNpu):
         return None
 
 
+class Windowed(EmulatedNpu):
+    """An NPU that shows bank b from address `windows[b]` on, as a dma-buf of a window does."""
+
+    windows = (0, 4096, 0, 8192)
+
+    def map_buffer_dma(self, buffer: Buffer) -> list[DmaMapping]:
+        whole = super().map_buffer_dma(buffer)
+        return [DmaMapping(m.bank, 100 + m.bank, m.offset - self.windows[m.bank], m.length) for m in whole]
+
+
 def pool_on(device: EmulatedNpu, **options: object) -> KVPool:
     return KVPool(device, GEOMETRY, **options)  # type: ignore[arg-type]
 
@@ -46,6 +56,32 @@ def test_a_device_without_peer_to_peer_has_the_host_path() -> None:
     assert all(bank.used == 0 for bank in device.memory_view())
     with pytest.raises(ConfigurationError, match="contiguous: the host cannot address"):
         pool_on(Unreachable(4, 1 << 20), kv_path="contiguous", staging_size=1 << 12)
+
+
+def test_each_banks_region_starts_where_its_dma_buf_has_the_pool() -> None:
+    """A writer adds the same offsets to every region, wherever the windows begin."""
+    device = Windowed(4, 1 << 20)
+    device.allocate(4, 8256)  # so that the pool does not start on a page
+    pool = pool_on(device)
+    described = description(pool)
+    assert described.bases[0] == 8256 - 8192
+    assert described.bases[1] - described.bases[0] == GEOMETRY.bank_bytes
+    assert [(fd, offset) for _, fd, offset in pool.handed_out()] == [(100, 8192), (101, 4096), (102, 8192), (103, 0)]
+    assert {region.length for region, _, _ in pool.handed_out()} == {described.bases[-1] + GEOMETRY.bank_bytes}
+
+
+def test_a_bank_in_several_pieces_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Windowed(4, 1 << 20)
+    real = device.map_buffer_dma
+    fds = iter(range(100, 1000))
+
+    def apart(buffer: Buffer) -> list[DmaMapping]:
+        return [DmaMapping(m.bank, next(fds), m.offset, m.length) for m in real(buffer)]
+
+    monkeypatch.setattr(device, "map_buffer_dma", apart)
+    device.allocate(4, 8256)
+    with pytest.raises(ConfigurationError, match=r"shows bank 0 in several pieces.*--kv-path relay"):
+        pool_on(device)
 
 
 def test_the_description_asks_for_checksums_where_the_pool_does() -> None:
