@@ -63,7 +63,11 @@ class BankWindows:
     A bank gets a 4 GiB window; if none is free, one that tt-metal has on it in this process; else as many of 2 MiB
     as the range needs. The dma-buf starts where the window does: with a 4 GiB window, the byte at address a of the
     bank is byte a of the dma-buf. `single`: never more than one window per bank, as a KV pool needs it, which
-    hands out one region per bank. `orderings[b]`: that of bank b's windows, RELAXED for our own.
+    hands out one region per bank.
+
+    `ports[b]` and `orderings[b]`: by which port bank b's windows reach it, and in which order: RELAXED for our own,
+    POSTED for tt-metal's. A barrier must read by the same port; behind POSTED writes it is sure to come only where it
+    reads back a word that it wrote behind them.
 
     Raises NoWindows that says who has them and what to do, and the driver's other errors; then nothing stays open.
     """
@@ -84,9 +88,11 @@ class BankWindows:
         self._windows: list[Window] = []
         self._exports: list[list[_Exported]] = []
         self._held: list[HeldWindow] | None = None
+        self.ports: list[Port] = []
         self.orderings: list[Ordering] = []
         try:
             for bank, (ports, (address, length)) in enumerate(zip(banks, spans, strict=True)):
+                self.ports.append(ports[0])
                 self.orderings.append(Ordering.RELAXED)
                 self._exports.append(self._open(bank, ports, address, length) if length else [])
         except BaseException:
@@ -127,7 +133,7 @@ class BankWindows:
             held = [self._find_held(ports, piece.base) for piece in big]
             found = [window for window in held if window is not None]
             if len(found) == len(big):
-                self.orderings[bank] = found[0].ordering
+                self.ports[bank], self.orderings[bank] = (found[0].x, found[0].y), found[0].ordering
                 return [self._borrowed(window, piece) for window, piece in zip(found, big, strict=True)]
             return self._small(bank, ports[0], cover(address, length, abi.MIB_2), none_big)
 

@@ -178,6 +178,23 @@ def bad_arguments() -> list[str]:
     return one_window(abi.MIB_2, use)
 
 
+def fork_beside_a_mapping() -> list[bool]:
+    """Whether the window is mapped: here, and in a forked child."""
+
+    def mapped() -> bool:
+        return "bank-2" in Path("/proc/self/maps").read_text()
+
+    def use(driver: TenstorrentDriver, window: Window) -> list[bool]:
+        driver.configure(window, *BANKS[2][0], 0)
+        driver.map(window, uncached=True)
+        child = os.fork()
+        if not child:
+            os._exit(mapped())
+        return [mapped(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0]
+
+    return one_window(abi.MIB_2, use)
+
+
 def mapping_in_use() -> dict[str, Any]:
     """An array that shows the window keeps it; without the array it can be given back."""
     driver = TenstorrentDriver.open()
@@ -362,7 +379,11 @@ def borrow(banks: list[int]) -> dict[str, Any]:
             [m] = windows.mappings(bank, 4096 * bank + 64, 5)
             assert dma_write(m.fd, m.offset, b"%05d" % (11111 * (bank + 1))) == 0
             assert written(bank) == [(4096 * bank + 64, 4096 * bank + 69)]
-        result = {"orderings": [o.name for o in windows.orderings], "counts": counts()}
+        result = {
+            "orderings": [o.name for o in windows.orderings],
+            "ports": [BANKS[bank].index(port) for bank, port in enumerate(windows.ports)],
+            "counts": counts(),
+        }
         windows.close()
         result["after"] = counts()
     theirs.close()

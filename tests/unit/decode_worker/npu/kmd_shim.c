@@ -6,8 +6,8 @@
 // KMD_MINOR     of the version 2.x.1, 10       KMD_DEVICE    PCI device, "b140"
 // KMD_BIG       4 GiB windows that BAR4 has room for, 8
 // KMD_TAKEN_BIG, KMD_TAKEN_SMALL            windows that some other process holds, 0
-// KMD_FAIL      "export=95,allocate=12@3": that call fails with that errno, from its third time on; calls are open,
-//               info, version, allocate, allocate_big, allocate_small, configure, export, free, mmap
+// KMD_FAIL      "export=95@1,allocate=12@3": a call's first or third time fails with that errno; calls are open, info,
+//               version, allocate, allocate_big, allocate_small, configure, export, free, mmap
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -95,7 +95,7 @@ static int fails(const char *call) {
         if (strncmp(at, call, n) || at[n] != '=') continue;
         char *end;
         int code = strtol(at + n + 1, &end, 10);
-        if (times >= (*end == '@' ? atoi(end + 1) : 1)) { errno = code; return 1; }
+        if (*end == '@' && times == atoi(end + 1)) { errno = code; return 1; }
     }
     return 0;
 }

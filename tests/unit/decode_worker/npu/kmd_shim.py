@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 HERE = Path(__file__).parent
 
 LEFT_OPEN = 66
@@ -18,9 +20,11 @@ LEFT_OPEN = 66
 
 
 def build(folder: Path) -> Path:
-    """The preload library. It needs a C compiler, as Python's own headers and numba's users have."""
+    """The preload library. Without a C compiler its tests are skipped, unless HAWK_REQUIRE says what must not be."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    assert compiler, "these tests compile kmd_shim.c: apt install gcc libc6-dev"
+    if compiler is None:
+        end = pytest.fail if os.environ.get("HAWK_REQUIRE") else pytest.skip
+        end("no C compiler for kmd_shim.c: apt install gcc libc6-dev")
     library = folder / "kmd_shim.so"
     command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(library)]
     done = subprocess.run([*command, str(HERE / "kmd_shim.c")], capture_output=True, text=True, timeout=60)

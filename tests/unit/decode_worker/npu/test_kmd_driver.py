@@ -52,6 +52,10 @@ def test_a_window_that_an_array_shows_is_not_given_back(shim: Shim) -> None:
     assert (outcome["meanwhile"], outcome["after"]) == (1, 0)
 
 
+def test_a_forked_child_does_not_hold_a_window(shim: Shim) -> None:
+    assert shim.run("fork_beside_a_mapping") == [True, False]
+
+
 @pytest.mark.parametrize(
     ("program", "complaint"),
     [
@@ -119,6 +123,16 @@ def test_an_export_that_fails_halfway_leaves_nothing_open(shim: Shim) -> None:
     kind, message = shim.refused("fill_up", [[0, 4096]] * 8, **fail("export", errno.ENOMEM, 6))
     assert kind == "NpuDriverError"
     assert "export 4 GiB window 206" in message
+
+
+def test_a_signal_while_the_driver_waits_is_no_failure(shim: Shim) -> None:
+    assert shim.run("ordering_of", MIB_2, **fail("allocate", errno.EINTR)) == Ordering.RELAXED
+
+
+def test_a_window_that_cannot_be_mapped(shim: Shim) -> None:
+    kind, message = shim.refused("show_a_bank", MIB_2, 0, **fail("mmap", errno.ENOMEM))
+    assert kind == "NpuDriverError"
+    assert "cannot map 2 MiB window 0" in message
 
 
 def test_a_driver_before_2_10_is_told_from_a_kernel_before_5_8(shim: Shim) -> None:

@@ -105,6 +105,7 @@ def test_the_windows_that_tt_metal_holds_in_this_process_are_used(shim: Shim) ->
 def test_own_windows_while_there_are_then_tt_metals(shim: Shim) -> None:
     seen = shim.run("borrow", [4, 5, 6, 7])
     assert seen["orderings"] == ["RELAXED"] * 4 + ["POSTED"] * 4
+    assert seen["ports"] == [0] * 4 + [1] * 4, "which of the bank's ports"
 
 
 def test_a_window_that_its_owner_may_point_elsewhere_is_left_alone(shim: Shim) -> None:
