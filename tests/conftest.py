@@ -6,11 +6,17 @@ skips then fails, and so does a run that has none of them: a green run cannot hi
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Generator
 
 import pytest
 from hypothesis import settings
+
+if not hasattr(asyncio, "timeout"):  # Python 3.10, which decode nodes may have: their tests run on it too
+    from async_timeout import timeout
+
+    asyncio.timeout = timeout
 
 # A loaded machine is no failure. In CI the same examples run each time: a change is judged by its own merits.
 settings.register_profile("hawk", deadline=None)
