@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
+from decode_worker.engines import factory
 from decode_worker.engines.base import Engine
 from decode_worker.lease import LeaseLimits
 from decode_worker.metrics import DecodeMetrics
@@ -23,6 +24,7 @@ from transport.errors import ConfigurationError
 from transport.generation import new_generation
 from transport.http import bind, serve, worker_app
 from transport.logging import setup_logging
+from transport.messages import ModelInfo
 from transport.model import eos_token_ids, model_info
 from transport.serve import run as run_loop
 
@@ -48,14 +50,15 @@ async def main(
     """`run` inside a running loop. `make_engine` replaces the configured engine; `on_started(port)`: it serves now."""
     sock = bind(settings.host, settings.port)  # before the model is loaded: a taken port is said at once
     try:
-        device, worker, registry = _build(settings, make_engine or cpu_engine)
+        device, worker, registry = _build(settings, make_engine or factory.make_engine)
     except BaseException:
         sock.close()
         raise
     app = worker_app("decode", settings, worker, info=worker.info, ready=worker.ready, registry=registry)
 
     def started(port: int) -> None:
-        log.info("decode worker %s ready on %s port %d: %s", worker.name, settings.host, port, _describe(settings))
+        described = f"{_describe(worker.pool)}, transport {settings.transport}"
+        log.info("decode worker %s ready on %s port %d: %s", worker.name, settings.host, port, described)
         on_started(port)
 
     serving: asyncio.Task[None] | None = None
@@ -91,20 +94,32 @@ async def main(
         sock.close()
 
 
-def cpu_engine(settings: DecodeSettings, device: NpuDevice, pool: KVPool) -> Engine:
-    """The engine on the host CPU; imported here because it loads the compiler."""
-    from decode_worker.engines.cpu.engine import CpuEngine
+def open_device(settings: DecodeSettings) -> NpuDevice:
+    """The device that the settings name. Raises ConfigurationError where it cannot be had."""
+    if settings.device == "emulated":
+        return EmulatedNpu(settings.channels, settings.bank_bytes)
+    from decode_worker.npu.tenstorrent.opening import open_chip
 
-    return CpuEngine(settings.model, device, pool.geometry, pool.bases, dtype=settings.dtype, threads=settings.threads)
+    return open_chip(settings.device_id, simulator=settings.simulator)
 
 
 def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice, DecodeWorker, CollectorRegistry]:
     model = model_info(settings.model, settings.model_name, settings.max_model_len)
-    device = EmulatedNpu(settings.channels, settings.bank_bytes)
+    device = open_device(settings)
+    try:
+        return device, *_build_on(device, model, settings, make_engine)
+    except BaseException:
+        device.close()
+        raise
+
+
+def _build_on(
+    device: NpuDevice, model: ModelInfo, settings: DecodeSettings, make_engine: MakeEngine
+) -> tuple[DecodeWorker, CollectorRegistry]:
     try:
         pool = KVPool(
             device,
-            settings.geometry(),
+            settings.geometry(device.get_device_num_bank()),
             kv_path=settings.kv_path,
             staging_size=settings.staging_bytes,
             source_dtype=settings.dtype,
@@ -143,13 +158,13 @@ def _build(settings: DecodeSettings, make_engine: MakeEngine) -> tuple[NpuDevice
             leases=LeaseLimits(settings.lease_ttl_s, settings.lease_max_hold_s, settings.watermark),
         ),
     )
-    return device, worker, registry
+    return worker, registry
 
 
-def _describe(settings: DecodeSettings) -> str:
+def _describe(pool: KVPool) -> str:
     """The pool in words, for the log."""
-    kv = settings.geometry()
+    kv = pool.geometry
     return (
-        f"{kv.num_blocks} blocks of {kv.block_size} tokens, {kv.dtype}, {kv.num_channels} channels, "
-        f"kv_path {settings.kv_path}, transport {settings.transport}"
+        f"{kv.num_blocks} blocks of {kv.block_size} tokens, {kv.dtype}, {kv.num_channels} channels of "
+        f"{pool.device.name}, kv_path {pool.kv_path}"
     )

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from decode_worker.npu.emulated import P150A_BANK_BYTES, P150A_BANKS
 from decode_worker.pool import STAGING_SLOT_BYTES, STAGING_SLOTS, PoolPath
 from transport.geometry import KVGeometry
-from transport.geometry.kv import TILE
+from transport.geometry.kv import TILE, RopeOrder
 from transport.messages import Name
 from transport.model import kv_shape
 from transport.settings import BaseRoleSettings, Bytes, Seconds
@@ -35,12 +35,25 @@ class DecodeSettings(BaseRoleSettings):
     served_name: Name | None = Field(None, description="the model's name for clients (default: the directory's name)")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of weights and arithmetic")
     max_model_len: Count | None = Field(None, description="longest context (default: the model's)")
-    engine: Literal["cpu"] = Field("cpu", description="what computes the model")
+    engine: Literal["cpu", "numpy", "ttnn"] = Field(
+        "cpu",
+        description="what computes the model. cpu: this host, fast; numpy: this host, from any device; ttnn: the NPU",
+    )
     threads: Count = Field(1, description="threads of the engine")
+
+    device: Literal["emulated", "tenstorrent"] = Field("emulated", description="the NPU whose memory holds the KV")
+    device_id: Annotated[int, Field(ge=0)] = Field(
+        0, description="tenstorrent: number of the card, as ttnn counts them"
+    )
+    simulator: bool = Field(False, description="tenstorrent: a simulated p150a instead of a card; slow, for tests")
 
     channels: Annotated[int, Field(gt=0, le=64)] = Field(P150A_BANKS, description="DRAM channels of the emulated NPU")
     bank_bytes: Bytes = Field(P150A_BANK_BYTES, description="bytes of one channel")
     kv_dtype: Literal["float32", "bfloat16", "bfp8_b"] = Field("bfloat16", description="dtype of the KV cache")
+    rope: RopeOrder = Field(
+        "half",
+        description="order of K's head dim in the cache and of the weights. half: Hugging Face's; interleaved: Meta's",
+    )
     block_size: Count = Field(32, description="tokens per KV block, a multiple of 32")
     num_blocks: Count | None = Field(None, description="KV blocks in the pool (default: what kv_bytes hold)")
     kv_bytes: Bytes = Field(512 * 1024 * 1024, description="bytes of the pool where num_blocks does not say")
@@ -91,12 +104,47 @@ class DecodeSettings(BaseRoleSettings):
             raise ValueError("data_host: name an address that prefill workers reach, as host is every address")
         if not (self.model / "config.json").is_file():
             raise ValueError(f"model: {self.model} has no config.json; is it a Hugging Face model directory?")
+        self._check_device()
         if self.lease_ttl_s < 2 * self.ping_interval_s:
             raise ValueError(
                 f"lease_ttl_s: must be at least twice ping_interval_s ({self.ping_interval_s:g}), "
                 f"got {self.lease_ttl_s:g}"
             )
         return self
+
+    def _check_device(self) -> None:
+        """Raises ValueError for settings of another device, and for paths and engines that cannot work with this."""
+        given = self.model_fields_set
+        if self.device == "emulated":
+            for name in ("device_id", "simulator"):
+                if name in given and getattr(self, name):
+                    raise ValueError(f"{name}: is a setting of --device tenstorrent, the device is emulated")
+            if self.engine == "ttnn":
+                raise ValueError(
+                    "engine: ttnn computes on a Tenstorrent card; use cpu or numpy, or --device tenstorrent"
+                )
+            return
+        for name in ("channels", "bank_bytes"):
+            if name in given:
+                raise ValueError(f"{name}: describes the emulated NPU, a Tenstorrent device says that itself")
+        if self.engine == "cpu":
+            raise ValueError(
+                "engine: cpu decodes from memory that the host addresses, a Tenstorrent device's is not; use "
+                f"{'numpy' if self.simulator else 'ttnn, or numpy'}"
+            )
+        if self.simulator and self.engine == "ttnn":
+            raise ValueError("engine: ttnn needs a card's cores, the simulator runs no kernels; use numpy")
+        if self.simulator and self.device_id:
+            raise ValueError(f"device_id: the simulator has one chip, 0, got {self.device_id}")
+        if self.kv_path == "contiguous":
+            raise ValueError("kv_path: contiguous re-lays out memory that the host addresses; use relay, host or hawk")
+        if self.kv_path == "hawk" and self.simulator:
+            raise ValueError("kv_path: hawk writes a card's memory by RDMA, the simulator has no card; use relay")
+        if self.kv_path == "hawk" and self.transport != "verbs":
+            raise ValueError(
+                f"kv_path: hawk writes a card's memory by RDMA, which transport {self.transport} cannot; use relay, or "
+                "--transport verbs"
+            )
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -107,8 +155,11 @@ class DecodeSettings(BaseRoleSettings):
     def model_name(self) -> str:
         return self.served_name or self.model.resolve().name
 
-    def geometry(self) -> KVGeometry:
-        """The pool's geometry; `num_blocks`, or as many blocks as `kv_bytes` hold (at least one)."""
+    def geometry(self, channels: int | None = None) -> KVGeometry:
+        """The pool's geometry; `num_blocks`, or as many blocks as `kv_bytes` hold (at least one).
+
+        `channels`: those of the device; the emulated one has as many as are configured.
+        """
         shape = kv_shape(self.model)
 
         def with_blocks(count: int) -> KVGeometry:
@@ -118,8 +169,9 @@ class DecodeSettings(BaseRoleSettings):
                 head_dim=shape.head_dim,
                 block_size=self.block_size,
                 num_blocks=count,
-                num_channels=self.channels,
+                num_channels=channels or self.channels,
                 dtype=self.kv_dtype,
+                rope=self.rope,
             )
 
         return with_blocks(self.num_blocks or max(1, self.kv_bytes // with_blocks(1).block_bytes))

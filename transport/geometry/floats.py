@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 SourceDtype = Literal["float32", "bfloat16", "float16"]
 
+#: what a NaN becomes in bf16, whatever its sign and payload: as ttnn does it
+BFLOAT16_NAN = 0x7FC0
+
 ITEM_BYTES: dict[SourceDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -29,12 +32,11 @@ def to_float32(values: npt.NDArray[np.generic], dtype: SourceDtype) -> npt.NDArr
 
 
 def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """float32 → bf16 bits, round to nearest even; a NaN stays a (quiet) NaN with its upper payload."""
+    """float32 → bf16 bits, round to nearest even; every NaN becomes BFLOAT16_NAN."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.where(is_nan, quiet, rounded).astype(np.uint16)
+    return np.where(is_nan, np.uint32(BFLOAT16_NAN), rounded).astype(np.uint16)
 
 
 def from_float32(values: npt.NDArray[np.float32], dtype: SourceDtype) -> npt.NDArray[np.generic]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from transport.geometry.floats import SourceDtype
+from transport.geometry.floats import BFLOAT16_NAN, SourceDtype
 from transport.geometry.kv import FACE, KVDtype
 from transport.geometry.tiles import MANTISSA_BITS
 from transport.kernels.source import LINE
@@ -161,11 +161,11 @@ def float_bits(b: Builder, row: Value, source: SourceDtype) -> Value:
 
 
 def bfloat16_bits(b: Builder, bits: Value) -> Value:
-    """float32 bits → <16 x i16>: round to nearest even, NaNs made quiet (as `floats.to_bfloat16`)."""
+    """float32 bits → <16 x i16>: round to nearest even, one NaN for all (as `floats.to_bfloat16`)."""
     upper = b.lshr(bits, splat(16))
     rounded = b.lshr(b.add(bits, b.add(splat(0x7FFF), b.and_(upper, splat(1)))), splat(16))
     is_nan = b.icmp_unsigned(">", b.and_(bits, splat(0x7FFFFFFF)), splat(0x7F800000))
-    return b.trunc(b.select(is_nan, b.or_(upper, splat(0x40)), rounded), vector(I16, FACE))
+    return b.trunc(b.select(is_nan, splat(BFLOAT16_NAN), rounded), vector(I16, FACE))
 
 
 def block_float(

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+from threadpoolctl import threadpool_limits
 
 from decode_worker.engines.ttnn.cache import DeviceCache
 from decode_worker.engines.ttnn.ops import IDLE, Floats, Ints, Step
@@ -20,8 +21,8 @@ Shards = list[Floats]
 class NumpyOps:
     """`Ops[Shards]`, float32 arithmetic. `caches` has one entry per chip and holds all the KV there is.
 
-    `inv_freq`: float32 [D/2]. `dtype` "bfloat16" rounds weights (they are kept as float32). Idle slots are
-    left out of the arithmetic; their logits are 0.
+    `inv_freq`: float32 [D/2]. `threads` bounds those of BLAS. `dtype` "bfloat16" rounds weights (they are kept as
+    float32). Idle slots are left out of the arithmetic; their logits are 0.
     """
 
     max_top = 32
@@ -35,12 +36,14 @@ class NumpyOps:
         inv_freq: Floats,
         rope: RopeOrder,
         dtype: Literal["float32", "bfloat16"],
+        threads: int = 1,
     ) -> None:
         self._caches, self._slots, self._block_size = caches, slots, block_size
         self._inv_freq, self._rope, self._dtype = inv_freq, rope, dtype
         self._active: npt.NDArray[np.intp] = np.arange(0)
         self._tokens = self._positions = self._tables = np.zeros(0, np.int32)
         self._cos = self._sin = np.zeros((0, 1, len(inv_freq)), np.float32)
+        self._limits = threadpool_limits(threads)  # idle BLAS threads spin: they would keep the other cores busy
 
     @property
     def chips(self) -> int:
@@ -152,7 +155,8 @@ class NumpyOps:
     def run(self, compute: Step[Shards]) -> Shards:
         return compute()
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._limits.restore_original_limits()
 
 
 def _of(shards: Shards, chip: int) -> Floats:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +17,9 @@ from transport.errors import ConfigurationError
 
 STEP = 1 << 20
 """Bytes of one call; a thread waits no longer than one of them for its turn."""
+
+FLUSH_S = 1.0
+"""Longest time until a word that was written can be read."""
 
 Port = tuple[int, int]
 """(x, y) of a NOC node, translated coordinates."""
@@ -27,6 +32,10 @@ class BankAccess(Protocol):
 
     def write(self, bank: int, address: int, data: np.ndarray) -> None: ...
 
+    def flush(self, address: int, ports: Sequence[Port] | None = None) -> None:
+        """Return when what was written to any bank before is in its memory: a word written to `address` of each bank
+        has come back. `ports[b]`: those by which the others wrote, if not the ones in use."""
+
     def close(self) -> None: ...
 
 
@@ -37,6 +46,7 @@ class NocAccess:
         self._device, self._ports = device, list(ports)
         self._connection = connection  # kept alive for the device's sake
         self._lock = threading.Lock()
+        self._flushes = itertools.count(1)
 
     def read(self, bank: int, address: int, length: int) -> np.ndarray:
         out = np.empty(length, np.uint8)
@@ -55,17 +65,35 @@ class NocAccess:
                 "write", bank, address + at, len(part), lambda x, y, a, p=part: self._device.noc_write(x, y, a, p)
             )
 
+    def flush(self, address: int, ports: Sequence[Port] | None = None) -> None:
+        word = (next(self._flushes) & 0xFFFFFFFF).to_bytes(4, "little")
+        found = bytearray(4)
+        for bank in range(len(self._ports)):
+            port = self._ports[bank] if ports is None else ports[bank]
+            self._call("flush", bank, address, 4, lambda x, y, a: self._device.noc_write(x, y, a, word), port)
+            deadline = time.monotonic() + FLUSH_S
+            while True:
+                self._call("flush", bank, address, 4, lambda x, y, a: self._device.noc_read(0, x, y, a, found), port)
+                if found == word:
+                    break
+                if time.monotonic() > deadline:
+                    raise NpuMemoryError(
+                        f"bank {bank} does not show within {FLUSH_S} s what was written to {address:#x}"
+                    )
+
     def close(self) -> None:
         """Let go of the device; idempotent."""
         with self._lock:
             self._device = self._connection = None
 
-    def _call(self, what: str, bank: int, address: int, length: int, call: Any) -> None:
+    def _call(
+        self, what: str, bank: int, address: int, length: int, call: Callable[..., None], port: Port | None = None
+    ) -> None:
         with self._lock:
             if self._device is None:
                 raise NpuMemoryError(f"cannot {what} bank {bank}: the device is closed")
             try:
-                call(*self._ports[bank], address)
+                call(*(port or self._ports[bank]), address)
             except Exception as error:
                 raise NpuMemoryError(
                     f"cannot {what} {length} bytes at {address:#x} of bank {bank}: {first_line(error)}"
@@ -80,6 +108,8 @@ class NoAccess:
 
     def write(self, bank: int, address: int, data: np.ndarray) -> None:
         raise NpuMemoryError("a mock device has no memory to write")
+
+    def flush(self, address: int, ports: Sequence[Port] | None = None) -> None: ...
 
     def close(self) -> None: ...
 

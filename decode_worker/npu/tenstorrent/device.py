@@ -14,15 +14,14 @@ from decode_worker.npu.tenstorrent.memory import DeviceMemory
 from transport.errors import ConfigurationError
 from transport.geometry.kv import KVDtype
 
-FLAG_BYTES = 4
-
 
 class TenstorrentNpu:
     """One chip of an open mesh (`TenstorrentMesh` makes it). `read`, `write` and `barrier` may come from any thread;
     everything else is ttnn's and has one at a time.
 
     Allocating on a chip of a larger mesh allocates on all of its chips, at the same address. `exports` is None where
-    there is no card; then `map_buffer_dma` raises ConfigurationError. `on_close` is called once.
+    there is no card; then `map_buffer_dma` raises ConfigurationError. `word`: address of four bytes in every bank that
+    `barrier` may write. `bank_end`: the address behind a bank's last byte.
     """
 
     def __init__(
@@ -31,12 +30,14 @@ class TenstorrentNpu:
         memory: DeviceMemory,
         access: BankAccess,
         exports: Exports | None,
-        bank_bytes: int,
+        *,
+        word: int,
+        bank_end: int,
         on_close: Callable[[], None],
     ) -> None:
         self.name = name
         self._memory, self._access, self._exports = memory, access, exports
-        self._bank_end = bank_bytes
+        self._word, self._bank_end = word, bank_end
         self._on_close = on_close
 
     # ---- HAWK's five calls
@@ -95,9 +96,8 @@ class TenstorrentNpu:
         self._access.write(bank, address, raw)
 
     def barrier(self) -> None:
-        """A read from every bank: on PCIe and the NOC it comes behind the writes that were posted before it."""
-        for bank in range(self._memory.num_banks):
-            self._access.read(bank, self._memory.base, FLAG_BYTES)
+        """Sends a word behind the writes of NIC and host, by the ports that they take, and waits until it is back."""
+        self._access.flush(self._word, self._exports.ports if self._exports is not None else None)
 
     def memory_view(self) -> list[BankUsage]:
         return self._memory.usage()

@@ -36,6 +36,11 @@ class Exports:
         self._windows.append(BankWindows(self._driver, self._banks, whole, single=True))
         return [mapping for bank in banks for mapping in self._windows[-1].mappings(bank, address, length)]
 
+    @property
+    def ports(self) -> list[Port] | None:
+        """The NOC ports by which the NIC's writes reach the banks; None while nothing is mapped."""
+        return self._windows[-1].ports if self._windows else None
+
     def close(self) -> None:
         """Close dma-bufs and windows, then the driver; nobody may have them registered any more. Idempotent."""
         while self._windows:

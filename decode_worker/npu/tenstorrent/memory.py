@@ -45,6 +45,7 @@ class DeviceMemory:
         self._device = device
         self._allocations: dict[int, _Allocation] = {}
         self._next_id = 1
+        self._words: Any = None
         self.num_banks = int(device.dram_grid_size().x)
         self.base = int(ttnn._ttnn.device.GetAllocatorBaseAddress(device, ttnn.BufferType.DRAM))
         """The lowest address that tensors get."""
@@ -85,6 +86,19 @@ class DeviceMemory:
             )
         return self._record(tensor, 1, num_bytes, tensor.buffer_aligned_page_size(), bank)
 
+    def allocate_words(self) -> int:
+        """Address of 64 bytes in every bank that nobody else has; they stay until `close`."""
+        ttnn = self._ttnn
+        with _out_of_memory():
+            self._words = ttnn.allocate_tensor_on_device(
+                ttnn.Shape((1, 1, self.num_banks, 64 // WORD)),
+                ttnn.uint32,
+                ttnn.ROW_MAJOR_LAYOUT,
+                self._device,
+                ttnn.DRAM_MEMORY_CONFIG,
+            )
+        return int(self._words.buffer_address())
+
     def free(self, buffer: Buffer) -> None:
         allocation = self.of(buffer)
         if allocation.maps:
@@ -118,6 +132,9 @@ class DeviceMemory:
         for allocation in self._allocations.values():
             allocation.tensor.deallocate()
         self._allocations.clear()
+        if self._words is not None:
+            self._words.deallocate()
+            self._words = None
 
     # ---- helpers
 

@@ -43,6 +43,7 @@ class TenstorrentMesh:
             self._closers.append(self._close_device)
             self.memory = DeviceMemory(self.device)
             self._closers.append(self.memory.close)
+            self._word = 0 if _mock() else self.memory.allocate_words()
             self.chips = [self._chip(chip, device_id) for chip in range(chips)]
         except BaseException:
             self.close()
@@ -92,7 +93,7 @@ class TenstorrentMesh:
         ]
         made: BankAccess
         exports: Exports | None = None
-        if os.environ.get(MOCK) and not os.environ.get(SIMULATOR):
+        if _mock():
             kind, made = "mock", NoAccess()
         elif os.environ.get(SIMULATOR):
             connection, devices = access.simulated_chips()
@@ -109,9 +110,14 @@ class TenstorrentMesh:
             self.memory,
             made,
             exports,
-            self.memory.base + self.memory.usage()[0].total,
-            self.close,
+            word=self._word,
+            bank_end=self.memory.base + self.memory.usage()[0].total,
+            on_close=self.close,
         )
+
+
+def _mock() -> bool:
+    return bool(os.environ.get(MOCK)) and not os.environ.get(SIMULATOR)
 
 
 def all_ports(umd: Any, preferred: list[Port]) -> list[list[Port]]:

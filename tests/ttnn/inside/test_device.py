@@ -155,7 +155,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[NpuDevice]:
 def test_uneven_filling(device: NpuDevice) -> None:
     """One contiguous receive buffer fills one bank, and interleaved tensors, which need the same range of each, have
     no room any more. The same bytes dealt over the channels leave plenty."""
-    assert all(bank.used == 0 for bank in device.memory_view())
+    assert all(bank.used <= 64 for bank in device.memory_view())  # the barrier's word
     bank, banks = device.memory_view()[0].total, device.get_device_num_bank()
     block = 8 * 128 * 32 * 2
     pool = (bank // 2 * banks // block, 8, 32, 128)  # half of every bank
@@ -214,7 +214,7 @@ def test_a_pool_by_way_of_the_relay_is_a_tensor_to_ttnn(npu: TenstorrentNpu) -> 
             share = found[bank::8].reshape(-1)
             assert np.array_equal(share, banks[bank][number, : share.size])
     pool.close()
-    assert npu.memory_view()[0].used == 0
+    assert npu.memory_view()[0].used == 64  # the barrier's word
 
 
 def test_a_pool_that_writers_cannot_reach_says_what_to_do(npu: TenstorrentNpu) -> None:

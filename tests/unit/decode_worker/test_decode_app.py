@@ -13,6 +13,8 @@ from decode_fakes import reserve
 
 from decode_worker.app import main
 from decode_worker.engines.scripted import ScriptedEngine, continuation
+from decode_worker.npu.emulated import EmulatedNpu
+from decode_worker.npu.tenstorrent import opening
 from decode_worker.settings import DecodeSettings
 from transport import prefix
 from transport.backends import connect
@@ -196,6 +198,10 @@ def test_the_pool_takes_as_many_blocks_as_its_bytes_hold(arguments: dict) -> Non
     assert settings.model_name == "tiny"
 
 
+CARD = {"device": "tenstorrent", "engine": "ttnn", "kv_path": "relay"}
+SIMULATOR = CARD | {"simulator": True, "engine": "numpy"}
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -206,6 +212,19 @@ def test_the_pool_takes_as_many_blocks_as_its_bytes_hold(arguments: dict) -> Non
         ({"kv_dtype": "bfp2"}, "kv_dtype"),
         ({"max_batch": 0}, "max_batch"),
         ({"blocksize": 32}, "blocksize"),
+        ({"simulator": True}, "simulator: is a setting of --device tenstorrent"),
+        ({"device_id": 1}, "device_id: is a setting of --device tenstorrent"),
+        ({"engine": "ttnn"}, "engine: ttnn computes on a Tenstorrent card"),
+        (CARD | {"channels": 8}, "channels: describes the emulated NPU"),
+        (CARD | {"bank_bytes": 1024}, "bank_bytes: describes the emulated NPU"),
+        (CARD | {"engine": "cpu"}, "engine: cpu decodes from memory that the host addresses.*use ttnn, or numpy"),
+        (SIMULATOR | {"engine": "cpu"}, "engine: cpu.*use numpy"),
+        (SIMULATOR | {"engine": "ttnn"}, "engine: ttnn needs a card's cores"),
+        (SIMULATOR | {"device_id": 1}, "device_id: the simulator has one chip, 0, got 1"),
+        (CARD | {"kv_path": "contiguous"}, "kv_path: contiguous re-lays out"),
+        (SIMULATOR | {"kv_path": "hawk", "transport": "verbs"}, "kv_path: hawk .* simulator has no card; use relay"),
+        (CARD | {"kv_path": "hawk"}, "kv_path: hawk .* which transport shm cannot; use relay, or --transport verbs"),
+        (CARD | {"kv_path": "hawk", "transport": "nixl", "data_host": "::1"}, "kv_path: hawk .* transport nixl"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(arguments: dict, wrong: dict, message: str) -> None:
@@ -217,3 +236,48 @@ def test_settings_come_from_flags_and_environment(model: Path) -> None:
     env = {"HAWK_TOKEN": TOKEN, "HAWK_DECODE_MODEL": str(model), "HAWK_DECODE_KV_PATH": "host"}
     settings = load(DecodeSettings, ["--block-size", "64", "--channels", "7"], env=env)
     assert (settings.block_size, settings.channels, settings.kv_path, settings.port) == (64, 7, "host", 8200)
+
+
+@pytest.mark.parametrize("transport", ["shm", "verbs", "nixl"])
+def test_a_tenstorrent_device_has_its_own_channels(arguments: dict, transport: str) -> None:
+    """Seven on a p100; whatever the transport, relay goes with it, and hawk with RDMA."""
+    settings = load(DecodeSettings, [], env={}, overrides=arguments | SIMULATOR | {"transport": transport})
+    assert settings.geometry(7).num_channels == 7
+    assert load(
+        DecodeSettings, [], env={}, overrides=arguments | CARD | {"kv_path": "hawk", "transport": "verbs"}
+    ).geometry(8) == settings.geometry(8)
+
+
+@pytest.mark.parametrize(
+    ("environment", "simulator", "message"),
+    [
+        ({"TT_METAL_MOCK_CLUSTER_DESC_PATH": "/x.yaml"}, True, "TT_METAL_MOCK_CLUSTER_DESC_PATH is set.*unset it"),
+        ({"TT_METAL_MOCK_CLUSTER_DESC_PATH": "/x.yaml"}, False, "TT_METAL_MOCK_CLUSTER_DESC_PATH is set"),
+        ({"TT_METAL_SIMULATOR": "/sim"}, False, "TT_METAL_SIMULATOR is set, but not --simulator"),
+        ({}, True, "there is no simulator in .*make env-ttnn"),
+    ],
+)
+def test_an_environment_that_names_another_device_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict, simulator: bool, message: str
+) -> None:
+    for name in ("TT_METAL_MOCK_CLUSTER_DESC_PATH", "TT_METAL_SIMULATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    installed = {"purelib": str(tmp_path / "lib/python3/site-packages")}
+    monkeypatch.setattr(opening.sysconfig, "get_paths", lambda: installed)
+    with pytest.raises(ConfigurationError, match=message):
+        opening.open_chip(simulator=simulator)
+
+
+async def test_a_worker_that_cannot_start_closes_its_device(monkeypatch: pytest.MonkeyPatch, arguments: dict) -> None:
+    """A simulated chip is a process of its own."""
+    closed = []
+    monkeypatch.setattr(EmulatedNpu, "close", lambda device: closed.append(device.name))
+
+    def broken(*what: object) -> None:
+        raise ConfigurationError("no such engine")
+
+    with pytest.raises(ConfigurationError, match="no such engine"):
+        await main(load(DecodeSettings, [], env={}, overrides=arguments), make_engine=broken)
+    assert closed == ["emulated"]

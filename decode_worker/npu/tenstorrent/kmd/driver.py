@@ -24,7 +24,7 @@ class DriverVersion(NamedTuple):
     patch: int
 
     def __str__(self) -> str:
-        return f"{self.major}.{self.minor}.{self.patch}"
+        return f"{self.major}.{self.minor}.{self.patch}" if self.major else "from before 2.0"
 
 
 EXPORT_SINCE = DriverVersion(2, 10, 0)

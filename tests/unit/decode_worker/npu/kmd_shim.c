@@ -3,7 +3,8 @@
 // $KMD_BANKS/bank-b of 4 GiB. At the process's end it reports, by exit status 66, what was left open and what was
 // closed in an order in which a NIC could still have written, or the driver would have refused.
 //
-// KMD_MINOR     of the version 2.x.1, 10       KMD_DEVICE    PCI device, "b140"
+// KMD_MAJOR, KMD_MINOR                      of the version, 2 and 10; the patch is 1
+// KMD_DEVICE    PCI device, "b140"
 // KMD_BIG       4 GiB windows that BAR4 has room for, 8
 // KMD_TAKEN_BIG, KMD_TAKEN_SMALL            windows that some other process holds, 0
 // KMD_FAIL      "export=95@1,allocate=12@3": a call's first or third time fails with that errno; calls are open, info,
@@ -188,7 +189,7 @@ static int answer(int fd, unsigned long request, void *arg) {
         return 0;
     }
     case 0xFA05: {
-        struct version *v = arg, full = {v->room, 12, 2, 2, number("KMD_MINOR", 10), 1, 0};
+        struct version *v = arg, full = {v->room, 12, 2, number("KMD_MAJOR", 2), number("KMD_MINOR", 10), 1, 0};
         if (fails("version")) return -1;
         memcpy((char *)arg + 4, (char *)&full + 4, v->room < 12 ? v->room : 12);
         return 0;

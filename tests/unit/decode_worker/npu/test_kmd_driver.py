@@ -11,6 +11,7 @@ from kmd_shim import LEFT_OPEN, Shim
 
 from decode_worker.npu.tenstorrent.kmd.abi import GIB_4, MIB_2, Ordering
 from decode_worker.npu.tenstorrent.kmd.errors import holders
+from decode_worker.npu.tenstorrent.kmd.probe import devices
 
 
 def test_the_driver_tells_its_version_and_where_the_card_is(shim: Shim) -> None:
@@ -140,6 +141,9 @@ def test_a_driver_before_2_10_is_told_from_a_kernel_before_5_8(shim: Shim) -> No
     assert kind == "DriverTooOld"
     assert "tt-kmd 2.9.1" in message
     assert "upgrade tt-kmd to 2.10" in message
+    kind, message = shim.refused("fill_up", [[0, 4096]], major=0, minor=0)
+    assert kind == "DriverTooOld"
+    assert "tt-kmd from before 2.0" in message
 
 
 def test_a_window_that_stays_mapped_elsewhere(shim: Shim) -> None:
@@ -188,6 +192,13 @@ def test_a_look_says_what_is_free_and_takes_nothing(shim: Shim, tmp_path: Path) 
     assert seen["version"] == [2, 10, 1]
     assert (seen["supports_export"], seen["export_problem"], seen["problem"]) == (True, None, None)
     assert seen["after"] == {"devices": 0, "windows": 0, "exports": 0, "mappings": 0}
+
+
+def test_the_cards_of_a_machine(tmp_path: Path) -> None:
+    assert devices(tmp_path / "none") == []
+    for name in ("10", "2", "by-id"):
+        (tmp_path / name).touch()
+    assert devices(tmp_path) == [str(tmp_path / "2"), str(tmp_path / "10")]
 
 
 def test_a_look_without_counting_allocates_nothing(shim: Shim) -> None:

@@ -117,6 +117,10 @@ class Memory:
         return 4096, 8704
 
 
+def npu_of(name: str, memory: Memory, noc: NocAccess, exports: Exports | None) -> TenstorrentNpu:
+    return TenstorrentNpu(name, memory, noc, exports, word=4096, bank_end=1 << 20, on_close=lambda: None)  # type: ignore[arg-type]
+
+
 class Driver:
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -146,7 +150,7 @@ def test_buffers_on_a_card_are_mapped_through_one_set_of_windows(monkeypatch: py
     monkeypatch.setattr(export.TenstorrentDriver, "open", lambda path: driver.said.append(path) or driver)
     monkeypatch.setattr(export, "BankWindows", Windows)
     exports, memory = Exports(3, [[(0, 11)], [(9, 3)]]), Memory()
-    npu = TenstorrentNpu("card", memory, NocAccess(Chip(), PORTS), exports, 1 << 20, lambda: None)  # type: ignore[arg-type]
+    npu = npu_of("card", memory, NocAccess(Chip(), PORTS), exports)
     first, second = memory.buffers
     assert npu.map_buffer_dma(first) == [DmaMapping(0, 70, 4096, 4096), DmaMapping(1, 71, 4096, 4096)]
     assert npu.map_buffer_dma(second) == [DmaMapping(1, 71, 8192, 512)]
@@ -163,16 +167,36 @@ def test_buffers_on_a_card_are_mapped_through_one_set_of_windows(monkeypatch: py
     ]
 
 
-def test_the_barrier_reads_every_bank() -> None:
+def test_the_barrier_sends_a_word_to_every_bank_and_waits_for_it() -> None:
     chip = Chip()
-    npu = TenstorrentNpu("card", Memory(), NocAccess(chip, PORTS), None, 1 << 20, lambda: None)  # type: ignore[arg-type]
+    npu = npu_of("card", Memory(), NocAccess(chip, PORTS), None)
     npu.barrier()
-    assert chip.calls == [("read", *port, 4096, 4) for port in PORTS]
+    assert chip.calls == [(what, *port, 4096, 4) for port in PORTS for what in ("write", "read")]
+    assert chip.memory[9, 3][4096] == 1
+    npu.barrier()
+    assert chip.memory[9, 3][4096] == 2
+
+
+def test_the_barrier_takes_the_ports_that_the_nic_writes_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    chip = Chip()
+    chip.memory[0, 1] = bytearray(1 << 13)
+    exports = Exports(0, [])
+    exports._windows.append(type("Windows", (), {"ports": [(0, 1), (9, 3)]})())  # type: ignore[arg-type]
+    npu_of("card", Memory(), NocAccess(chip, PORTS), exports).barrier()
+    assert {call[1:3] for call in chip.calls} == {(0, 1), (9, 3)}
+
+
+def test_a_word_that_does_not_come_back_ends_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "FLUSH_S", 0.01)
+    chip = Chip()
+    monkeypatch.setattr(chip, "noc_write", lambda *what: None)
+    with pytest.raises(NpuMemoryError, match="bank 0 does not show within"):
+        npu_of("card", Memory(), NocAccess(chip, PORTS), None).barrier()
 
 
 def test_a_device_without_exports_names_the_other_path() -> None:
     memory = Memory()
-    npu = TenstorrentNpu("tenstorrent simulator 0", memory, NocAccess(Chip(), PORTS), None, 1 << 20, lambda: None)  # type: ignore[arg-type]
+    npu = npu_of("tenstorrent simulator 0", memory, NocAccess(Chip(), PORTS), None)
     with pytest.raises(ConfigurationError, match=r"^tenstorrent simulator 0 has no memory .* --kv-path relay"):
         npu.map_buffer_dma(memory.buffers[0])
     assert memory.allocations[0].maps == 0
