@@ -202,6 +202,12 @@ CARD = {"device": "tenstorrent", "engine": "ttnn", "kv_path": "relay"}
 SIMULATOR = CARD | {"simulator": True, "engine": "numpy"}
 
 
+def on(arguments: dict, device: dict) -> dict:
+    """`arguments` without what describes the emulated NPU, where the device is another."""
+    emulated = () if device.get("device", "emulated") == "emulated" else ("channels", "bank_bytes")
+    return {name: value for name, value in arguments.items() if name not in emulated} | device
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -229,7 +235,7 @@ SIMULATOR = CARD | {"simulator": True, "engine": "numpy"}
 )
 def test_wrong_settings_are_refused_by_name(arguments: dict, wrong: dict, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        load(DecodeSettings, [], env={}, overrides=arguments | wrong)
+        load(DecodeSettings, [], env={}, overrides=on(arguments, wrong))
 
 
 def test_settings_come_from_flags_and_environment(model: Path) -> None:
@@ -241,11 +247,10 @@ def test_settings_come_from_flags_and_environment(model: Path) -> None:
 @pytest.mark.parametrize("transport", ["shm", "verbs", "nixl"])
 def test_a_tenstorrent_device_has_its_own_channels(arguments: dict, transport: str) -> None:
     """Seven on a p100; whatever the transport, relay goes with it, and hawk with RDMA."""
-    settings = load(DecodeSettings, [], env={}, overrides=arguments | SIMULATOR | {"transport": transport})
+    settings = load(DecodeSettings, [], env={}, overrides=on(arguments, SIMULATOR | {"transport": transport}))
     assert settings.geometry(7).num_channels == 7
-    assert load(
-        DecodeSettings, [], env={}, overrides=arguments | CARD | {"kv_path": "hawk", "transport": "verbs"}
-    ).geometry(8) == settings.geometry(8)
+    direct = on(arguments, CARD | {"kv_path": "hawk", "transport": "verbs"})
+    assert load(DecodeSettings, [], env={}, overrides=direct).geometry(8) == settings.geometry(8)
 
 
 @pytest.mark.parametrize(
