@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.sampler import NO_TOKEN, SamplingParams, kept, sample, uniform
+from decode_worker.sampler import NO_TOKEN, SamplingParams, choose, kept, sample, uniform
 from transport.messages import Sampling
 
 V = 3000
@@ -141,3 +141,64 @@ def test_a_row_that_is_not_finite_gets_no_token_and_harms_no_other(bad: float, t
     tokens, logprobs = sample(logits, rows, positions)
     assert tokens == [well[0], NO_TOKEN, well[2]]
     assert [entry is None for entry in logprobs] == [False, True, False]
+
+
+class OnDevice:
+    """`Scores` that count what leaves the device."""
+
+    max_top = 32
+
+    def __init__(self, values: np.ndarray) -> None:
+        self.values, self.tops, self.wholes = values, 0, 0
+
+    def logits(self) -> np.ndarray:
+        self.wholes += 1
+        return self.values
+
+    def top(self, k: int) -> tuple[np.ndarray, np.ndarray]:
+        self.tops += 1
+        ids = np.argsort(-self.values, axis=1, kind="stable")[:, :k]
+        return ids.astype(np.int32), np.take_along_axis(self.values, ids, axis=1)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 5, 31]), st.sampled_from([0.3, 1.0]))
+def test_the_best_tokens_of_the_device_give_what_all_logits_give(seed: int, top_k: int, top_p: float) -> None:
+    """Greedy rows beside random ones; coarse logits, so that ties at the k-th place are common."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.integers(-12, 12, (4, 300)) / rng.choice([1, 7.0, 1000.0])).astype(np.float32)
+    logits[:, ::7] += rng.standard_normal((4, 43)).astype(np.float32)
+    rows = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.7, top_k=top_k, top_p=top_p, seed=seed),
+        SamplingParams(temperature=1.3, top_k=3, min_p=0.1, seed=seed + 1),
+        SamplingParams(temperature=0.0, top_k=7),
+    ]
+    positions = np.arange(4, dtype=np.int32)
+    scores = OnDevice(logits)
+    assert choose(scores, rows, positions) == sample(logits, rows, positions)
+    assert scores.tops == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "whole"),
+    [
+        (SamplingParams(), False),
+        (SamplingParams(temperature=1.0, top_k=31), False),
+        (SamplingParams(temperature=1.0, top_k=32), True),
+        (SamplingParams(temperature=1.0), True),
+        (SamplingParams(logprobs=0), True),
+    ],
+)
+def test_no_more_leaves_the_device_than_a_row_needs(row: SamplingParams, whole: bool) -> None:
+    scores = OnDevice(np.random.default_rng(1).standard_normal((2, 300)).astype(np.float32))
+    choose(scores, [SamplingParams(), row], np.zeros(2, np.int32))
+    assert (scores.wholes, scores.tops) == ((1, 0) if whole else (0, 1))
+
+
+def test_a_row_of_the_device_without_a_number_has_no_token() -> None:
+    values = np.zeros((2, 50), np.float32)
+    values[1] = np.nan
+    tokens, _ = choose(
+        OnDevice(values), [SamplingParams(), SamplingParams(temperature=1.0, top_k=2)], np.zeros(2, np.int32)
+    )
+    assert tokens[1] == NO_TOKEN
